@@ -1,0 +1,161 @@
+"""The nouns of the engine: what a cache group, a request, a batch and a runner are. Read this first.
+
+One *rank* is one scheduler, one cache and one runner. A *step* is: schedule a batch, run it, commit
+the sampled tokens. A *page* is the unit of cache memory, ``page_tokens`` tokens of one group; page 0 of every pool
+is the null page: it stands in page tables where nothing is held and is never read or handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+NULL_PAGE = 0
+
+
+class GroupKind(StrEnum):
+    """How the layers of a cache group look back. The values are vLLM's ``kv_cache_spec_kind``."""
+
+    FULL = "full_attention"
+    WINDOW = "sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share one page table and one pool.
+
+    ``window_tokens`` counts the query itself: position q reads keys in (q - window, q]
+    (vLLM's and transformers' convention; SGLang's number is one less).
+    """
+
+    index: int
+    kind: GroupKind
+    layers: tuple[int, ...]
+    window_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The cache of one rank: groups and, for each, how many pages its pool has (null page included).
+
+    Group 0 is always the full-attention group; a window group, if the model has one, is group 1.
+    """
+
+    page_tokens: int
+    groups: tuple[CacheGroup, ...]
+    pages: tuple[int, ...]
+
+    @property
+    def window(self) -> CacheGroup | None:
+        """The sliding-window group, if there is one."""
+        return next((group for group in self.groups if group.kind is GroupKind.WINDOW), None)
+
+    def window_pages(self) -> int:
+        """Pages before a match boundary that must be resident in the window group: ceil((W-1)/page)."""
+        if self.window is None or self.window.window_tokens is None:
+            return 0
+        return -(-(self.window.window_tokens - 1) // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen and when a request ends. Stop *strings* are the server's matter."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; ``stop`` and ``length`` are the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence from arrival to end. The scheduler alone mutates it after ``add``.
+
+    Positions, in tokens of ``prompt + output``::
+
+        0 ........ cached ........ computed ........ len(tokens)
+        reused from the tree   | run through layers | still to run (prefill rest, or the last sampled token)
+
+    ``tables[g][i]`` is the page of group g that holds positions [i*page, (i+1)*page), or NULL_PAGE
+    where the window has passed.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    namespace: str = ""
+    arrival_seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    tables: tuple[list[int], ...] = ()
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens sampled so far."""
+        return self.tokens[len(self.prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's share of a batch: run positions [start, start + count).
+
+    ``tables`` are the request's page tables, already long enough for ``start + count`` tokens and not
+    changed until the batch is committed. ``samples``: the logits of the last position choose a token.
+    ``draws`` is the number of tokens this request has sampled before: with the seed it names the random draw.
+    """
+
+    request: Request
+    start: int
+    count: int
+    tables: tuple[Sequence[int], ...]
+    samples: bool
+    draws: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step runs: decodes (count 1) and prefill chunks together."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed by this step."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a committed step tells about one request: a new token, an end, or both."""
+
+    request: Request
+    token: int | None
+    finish: FinishReason | None
+
+
+class Runner(Protocol):
+    """Runs a batch: writes its keys and values into the pools, returns sampled tokens.
+
+    Pages are written only at positions of the batch's chunks; every other position of a table is
+    read only. Returns one token for each chunk with ``samples``, in order. Synchronous; called from the rank's own thread.
+    """
+
+    def run(self, batch: Batch) -> list[int]: ...

@@ -1,0 +1,112 @@
+"""Every error the router raises on purpose, and the one map from an error to an HTTP answer.
+
+HomingError
+├── ConfigError            a setting that refuses to start; names the key
+├── WireError              bytes that do not follow their format
+└── RequestError           answered to the client; has status, type, code, param
+    ├── BadRequest             400  invalid_request_error
+    ├── Unauthorized           401  authentication_error
+    ├── NotFound               404  unknown path, model_not_found
+    ├── MethodNotAllowed       405
+    ├── PayloadTooLarge        413
+    ├── TooManyRequests        429  with Retry-After
+    ├── UpstreamFailed         502  the worker broke before its first byte, on every attempt
+    ├── NoWorker               503  nothing can serve the model now; with Retry-After
+    └── UpstreamTimeout        504
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+
+class HomingError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(HomingError):
+    """A setting is unknown or has a bad value. The message names the key and the remedy."""
+
+
+class WireError(HomingError):
+    """Bytes from a peer do not follow their format."""
+
+
+class RequestError(HomingError):
+    """An error the client sees, in the OpenAI shape ``{"error": {message, type, param, code}}``."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+    retry_after_seconds: int | None = None
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class BadRequest(RequestError):
+    status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class Unauthorized(RequestError):
+    status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class NotFound(RequestError):
+    status, type, code = 404, "invalid_request_error", "unknown_url"
+
+
+class MethodNotAllowed(RequestError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+class PayloadTooLarge(RequestError):
+    status, type, code = 413, "invalid_request_error", "request_body_too_large"
+
+
+class TooManyRequests(RequestError):
+    status, type, code = 429, "rate_limit_error", "overloaded"
+    retry_after_seconds = 1
+
+
+class UpstreamFailed(RequestError):
+    status, type, code = 502, "server_error", "upstream_failed"
+
+
+class NoWorker(RequestError):
+    status, type, code = 503, "server_error", "no_worker_available"
+    retry_after_seconds = 1
+
+
+class UpstreamTimeout(RequestError):
+    status, type, code = 504, "server_error", "upstream_timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What goes on the wire for an error: status, extra headers, JSON body."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+def openai_error_body(message: str, *, type_: str, code: str | None, param: str | None = None) -> bytes:
+    """The OpenAI error object as JSON bytes."""
+    return json.dumps({"error": {"message": message, "type": type_, "param": param, "code": code}}).encode()
+
+
+def to_answer(error: BaseException) -> ErrorAnswer:
+    """Map any exception to what the client is told. Unknown exceptions tell nothing of the inside."""
+    if not isinstance(error, RequestError):
+        error = RequestError("The router failed on this request; its log has the cause.")
+    headers: list[tuple[str, str]] = [("content-type", "application/json")]
+    if error.retry_after_seconds is not None:
+        headers.append(("retry-after", str(error.retry_after_seconds)))
+    body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
+    return ErrorAnswer(status=error.status, headers=tuple(headers), body=body)

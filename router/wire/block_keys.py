@@ -1,0 +1,48 @@
+"""Tokens to a chain of 64-bit block keys.
+
+A key names a block *and all that stands before it*: ``key[i] = xxh3_64(tokens[i], seed=key[i-1])``.
+The chain starts from a namespace seed, so equal tokens under another model, adapter or salt
+have other keys. Keys are a router's and a shim's own names for content; an engine's event hashes are
+mapped onto them by the token ids its events carry.
+
+Keys are hints, never proof: a collision predicts a hit that is not there and costs a prefill,
+it never reaches an answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import xxhash
+
+TOKEN_BYTES = 4
+
+
+def namespace_seed(*parts: str) -> int:
+    """The chain's root for a namespace: model, then adapter, salt and whatever else divides caches."""
+    material = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
+    return xxhash.xxh3_64_intdigest(material, seed=0)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as unsigned 32-bit little-endian bytes, the form that is hashed."""
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
+    return packed.tobytes()
+
+
+def block_keys(tokens: Sequence[int], *, block_tokens: int, parent: int) -> list[int]:
+    """Keys of the whole blocks of ``tokens``, continuing the chain after ``parent``.
+
+    A partial last block has no key. 100,000 tokens in blocks of 16 are 6,250 keys.
+    """
+    data = memoryview(pack_tokens(tokens))
+    step = block_tokens * TOKEN_BYTES
+    digest = xxhash.xxh3_64_intdigest
+    keys: list[int] = []
+    append = keys.append
+    key = parent
+    for start in range(0, len(data) - step + 1, step):
+        key = digest(data[start : start + step], key)
+        append(key)
+    return keys

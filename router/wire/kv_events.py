@@ -1,0 +1,315 @@
+"""Cache events of inference engines: bytes to values and back. No sockets.
+
+A ZMQ message is ``[topic, sequence u64 big-endian, payload]``; the payload is msgpack
+``[timestamp, [event, ...], rank | nil]`` and, from our shims, a fourth item: the epoch id of the publisher.
+Events are maps with a ``type`` key (today) or arrays that begin with the type name (older releases).
+
+The decoder is lenient about what it does not know (keys, event types, media) and strict about damage:
+anything that is not such a batch raises ``WireError``, and the caller resynchronises.
+Source: vLLM ``distributed/kv_events.py``, SGLang ``disaggregation/kv_events.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from router.errors import WireError
+
+#: An engine's own name for a block: u64, signed i64 (SGLang; normalised to u64 here) or 32 bytes.
+EngineHash = int | bytes
+
+FULL: Final = "full_attention"
+MLA: Final = "mla_attention"
+SLIDING_WINDOW: Final = "sliding_window"
+REPLAY_END: Final = b"\xff" * 8
+GPU: Final = "GPU"
+_U64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks became resident.
+
+    ``token_ids`` covers the whole span after ``parent``; for dense groups it is
+    ``len(hashes) * block_tokens`` long, for sparse ones (window, recurrent) hashes may name fewer
+    blocks than the span has, at positions the event does not tell.
+    """
+
+    hashes: tuple[EngineHash, ...]
+    parent: EngineHash | None
+    token_ids: Sequence[int]
+    block_tokens: int
+    medium: str = GPU
+    group: int = 0
+    kind: str | None = None
+    window_tokens: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    extra_keys: tuple[Any, ...] | None = None
+    locality: str | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Each hash names the block at its own place in ``token_ids``."""
+        return len(self.hashes) * self.block_tokens == len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks are no longer resident in this medium and group. One removal takes one copy."""
+
+    hashes: tuple[EngineHash, ...]
+    medium: str = GPU
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The publisher's cache is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """An event of a type this decoder does not know; counted, otherwise ignored."""
+
+    type: str
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What one scheduler step of one rank published."""
+
+    timestamp: float
+    events: tuple[Event, ...]
+    rank: int | None = None
+    epoch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that is resident on a rank after message ``sequence`` (-1: before the first one)."""
+
+    sequence: int
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one rank publishes: an entry of ``GET /kv_event_sources``.
+
+    ``epoch`` and ``snapshot_path`` are offered by our shims only.
+    """
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    epoch: str | None = None
+    snapshot_path: str | None = None
+    block_tokens: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- decoding -----------------------------------------------------------------------------------
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Decode one payload. Raises ``WireError`` on anything that is not an event batch."""
+    try:
+        raw = msgspec.msgpack.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not msgpack: {error}") from error
+    return _batch(raw)
+
+
+def decode_sequence(frame: bytes) -> int:
+    """The sequence number of a message. Raises ``WireError`` unless it is eight bytes."""
+    if len(frame) != 8:
+        raise WireError(f"sequence frame of {len(frame)} bytes, expected 8")
+    return int.from_bytes(frame, "big")
+
+
+def decode_snapshot(body: bytes) -> Snapshot:
+    """Decode the body of a shim's snapshot endpoint. Raises ``WireError``."""
+    try:
+        sequence, batch = msgspec.msgpack.decode(body)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise WireError(f"not a snapshot: {error}") from error
+    if not isinstance(sequence, int):
+        raise WireError("snapshot without a sequence number")
+    return Snapshot(sequence=sequence, batch=_batch(batch))
+
+
+def decode_sources(body: Mapping[str, Any]) -> tuple[EventSource, ...]:
+    """Read ``GET /kv_event_sources``; ranks that publish nothing are left out."""
+    sources: list[EventSource] = []
+    for rank, entry in body.items():
+        if not isinstance(entry, Mapping) or not str(rank).isdigit():
+            raise WireError(f"event source {rank!r} is not an object keyed by a rank")
+        if entry.get("publisher") != "zmq" or not entry.get("enable_kv_cache_events", True):
+            continue
+        sources.append(
+            EventSource(
+                rank=int(rank),
+                endpoint=str(entry["endpoint"]),
+                replay_endpoint=entry.get("replay_endpoint"),
+                topic=entry.get("topic") or "",
+                epoch=entry.get("epoch"),
+                snapshot_path=entry.get("snapshot_path"),
+                block_tokens=entry.get("block_size"),
+                extra=dict(entry),
+            )
+        )
+    return tuple(sorted(sources, key=lambda source: source.rank))
+
+
+def _batch(raw: object) -> EventBatch:
+    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
+        raise WireError("an event batch is [timestamp, [events], rank]")
+    timestamp, events = raw[0], raw[1]
+    rank = raw[2] if len(raw) > 2 else None
+    epoch = raw[3] if len(raw) > 3 else None
+    if not isinstance(timestamp, int | float) or not (rank is None or isinstance(rank, int)):
+        raise WireError("an event batch begins with a number and ends with a rank or nil")
+    return EventBatch(
+        timestamp=float(timestamp),
+        events=tuple(_event(event) for event in events),
+        rank=rank,
+        epoch=epoch if isinstance(epoch, str) else None,
+    )
+
+
+_ARRAY_FIELDS: Final = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+
+def _event(raw: object) -> Event:
+    if isinstance(raw, list) and raw and isinstance(raw[0], str):
+        names = _ARRAY_FIELDS.get(raw[0])
+        if names is None:
+            return UnknownEvent(raw[0])
+        raw = {"type": raw[0], **dict(zip(names, raw[1:], strict=False))}
+    if not isinstance(raw, dict) or not isinstance(raw.get("type"), str):
+        raise WireError("an event is a map with a type, or an array that begins with one")
+    try:
+        match raw["type"]:
+            case "BlockStored":
+                return _stored(raw)
+            case "BlockRemoved":
+                return BlockRemoved(
+                    hashes=_hashes(raw["block_hashes"]),
+                    medium=raw.get("medium") or GPU,
+                    group=int(raw.get("group_idx") or 0),
+                )
+            case "AllBlocksCleared":
+                return AllBlocksCleared()
+            case other:
+                return UnknownEvent(other)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"damaged {raw['type']}: {error!r}") from error
+
+
+def _stored(raw: dict[str, Any]) -> BlockStored:
+    token_ids = raw["token_ids"]
+    if token_ids and isinstance(token_ids[0], list | tuple):  # EAGLE bigram pages: (t[i], t[i+1])
+        token_ids = [pair[0] for pair in token_ids]
+    block_tokens = int(raw["block_size"])
+    if block_tokens <= 0:
+        raise ValueError(f"block_size {block_tokens}")
+    parent = raw.get("parent_block_hash")
+    extra = raw.get("extra_keys")
+    return BlockStored(
+        hashes=_hashes(raw["block_hashes"]),
+        parent=None if parent is None else _hash(parent),
+        token_ids=token_ids,
+        block_tokens=block_tokens,
+        medium=raw.get("medium") or GPU,
+        group=int(raw.get("group_idx") or 0),
+        kind=raw.get("kv_cache_spec_kind"),
+        window_tokens=raw.get("kv_cache_spec_sliding_window"),
+        lora_name=raw.get("lora_name"),
+        cache_salt=raw.get("cache_salt"),
+        extra_keys=None if extra is None else tuple(extra),
+        locality=raw.get("locality"),
+    )
+
+
+def _hashes(raw: Sequence[object]) -> tuple[EngineHash, ...]:
+    if not isinstance(raw, list):
+        raise TypeError("block_hashes is not a list")
+    return tuple(_hash(value) for value in raw)
+
+
+def _hash(raw: object) -> EngineHash:
+    if isinstance(raw, int):
+        return raw & _U64
+    if isinstance(raw, bytes):
+        return raw
+    raise TypeError(f"a block hash is an integer or bytes, not {type(raw).__name__}")
+
+
+# --- encoding (the shim publishes in vLLM's current form) ----------------------------------------
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """The msgpack payload of a batch; the epoch follows as a fourth item that other readers skip."""
+    return msgspec.msgpack.encode(_raw_batch(batch))
+
+
+def encode_sequence(sequence: int) -> bytes:
+    """Eight bytes, big-endian."""
+    return struct.pack(">Q", sequence)
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """The body of the snapshot endpoint: msgpack ``[sequence, batch]``."""
+    return msgspec.msgpack.encode([snapshot.sequence, _raw_batch(snapshot.batch)])
+
+
+def _raw_batch(batch: EventBatch) -> list[Any]:
+    return [batch.timestamp, [_raw_event(event) for event in batch.events], batch.rank, batch.epoch]
+
+
+def _raw_event(event: Event) -> dict[str, Any]:
+    match event:
+        case BlockStored():
+            raw: dict[str, Any] = {
+                "type": "BlockStored",
+                "block_hashes": list(event.hashes),
+                "parent_block_hash": event.parent,
+                "token_ids": list(event.token_ids),
+                "block_size": event.block_tokens,
+                "lora_id": None,
+                "medium": event.medium,
+                "lora_name": event.lora_name,
+            }
+            if event.extra_keys is not None:
+                raw["extra_keys"] = [list(keys) if keys else None for keys in event.extra_keys]
+            raw["group_idx"] = event.group
+            if event.kind is not None:
+                raw["kv_cache_spec_kind"] = event.kind
+            if event.window_tokens is not None:
+                raw["kv_cache_spec_sliding_window"] = event.window_tokens
+            return raw
+        case BlockRemoved():
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": list(event.hashes),
+                "medium": event.medium,
+                "group_idx": event.group,
+            }
+        case AllBlocksCleared():
+            return {"type": "AllBlocksCleared"}
+        case UnknownEvent():
+            return {"type": event.type}
