@@ -1,8 +1,8 @@
 """The nouns of the engine: what a cache group, a request, a batch and a runner are. Read this first.
 
 One *rank* is one scheduler, one cache and one runner. A *step* is: schedule a batch, run it, commit
-the sampled tokens. A *page* is the unit of cache memory, ``page_tokens`` tokens of one group; page 0 of every pool
-is the null page: it stands in page tables where nothing is held and is never read or handed out.
+the sampled tokens. A *page* is the unit of cache memory, ``page_tokens`` tokens of one group. Page 0 of
+every pool is the null page: it stands in page tables where nothing is held and is never read or handed out.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class Runner(Protocol):
     """Runs a batch: writes its keys and values into the pools, returns sampled tokens.
 
     Pages are written only at positions of the batch's chunks; every other position of a table is
-    read only. Returns one token for each chunk with ``samples``, in order. Synchronous; called from the rank's own thread.
+    read only. Returns one token for each chunk with ``samples``, in order. Synchronous; called from
+    the rank's own thread.
     """
 
     def run(self, batch: Batch) -> list[int]: ...

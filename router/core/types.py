@@ -1,0 +1,159 @@
+"""The nouns of routing: ranks, requests, decisions. No behaviour but derived properties. Read this first.
+
+A *worker* is one server process behind one address. A *rank* is one data-parallel rank inside it, with a
+cache of its own; ranks are what the router chooses among. Each known rank has a *slot*: a small dense integer
+that indexes bit sets and arrays, given at registration and reused after the rank has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Engine(StrEnum):
+    """What a worker runs. It decides how a rank is addressed and how its events are read."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    SHIM = "shim"
+
+
+class RankStatus(StrEnum):
+    """Where a rank is in its life. Only READY takes new sessions; DRAINING still serves its own."""
+
+    PENDING = "pending"
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+class Reason(StrEnum):
+    """Why a request went where it went: a metric label, a response header, an answer of explain."""
+
+    HOME = "home"  # the rank that served this session before
+    PREFIX = "prefix"  # another rank, whose cache holds enough of the prompt to be the cheapest
+    SPILL = "spill"  # home was known and warm, but waiting there costs more than leaving
+    COLD = "cold"  # nobody holds anything useful: by load
+    HASH = "hash"  # session_hash: the ring named it
+    TURN = "turn"  # round_robin: it was next
+    LOAD = "load"  # least_loaded: it had the least to do
+    RETRY = "retry"  # an earlier attempt failed elsewhere
+    ONLY = "only"  # no other rank could serve it
+
+
+class RankId(NamedTuple):
+    """A rank's stable name: the worker's id and the data-parallel rank within it."""
+
+    worker: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.worker}/{self.rank}"
+
+
+class SessionKey(NamedTuple):
+    """Who asks. ``agent`` is empty for a session's main conversation. Never made of credentials."""
+
+    tenant: str
+    session: str
+    agent: str = ""
+
+
+@dataclass(slots=True)
+class RankLoad:
+    """What the router itself has sent to a rank and not seen finished. Written by ``LoadBook`` alone."""
+
+    inflight: int = 0
+    inflight_tokens: int = 0
+    waiting: int = 0
+    waiting_seconds: float = 0.0
+    waiting_tokens: int = 0
+    serving_since: float = 0.0
+    recent_seconds: float = 0.0
+    recent_at: float = 0.0
+
+
+@dataclass(slots=True)
+class RankPace:
+    """A rank's speed as learned from its first-token times. Written by ``PaceLearner`` alone.
+
+    Prefill of u tokens at the end of an L-token context takes ``factor * (a*u + b*u*(L - u/2))`` seconds.
+    """
+
+    token_seconds: float
+    attention_seconds: float
+    factor: float = 1.0
+    decode_request_seconds: float = 1e-4
+    decode_token_seconds: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank as the decision sees it. ``load`` and ``pace`` are live cells, read only here."""
+
+    slot: int
+    id: RankId
+    models: frozenset[str]
+    status: RankStatus
+    load: RankLoad
+    pace: RankPace
+    trust_ratio: float = 1.0
+    pool_tokens: int | None = None
+    resident_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The fleet at one moment. A new view is published when a rank comes, goes or changes status."""
+
+    ranks: tuple[RankView, ...] = ()
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What a decision needs to know of a request.
+
+    ``reusable_tokens[slot]`` is the usable cached prefix on that rank (absent: none).
+    ``home`` is the slot that served this session last, if it is still known.
+    """
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    reusable_tokens: Mapping[int, int] = field(default_factory=dict)
+    session: SessionKey | None = None
+    home: int | None = None
+    exclude: frozenset[int] = frozenset()
+
+
+class Price(NamedTuple):
+    """The expected cost of one rank, in seconds, split into its terms."""
+
+    slot: int
+    wait_seconds: float
+    work_seconds: float
+    decode_seconds: float
+    evict_seconds: float
+    move_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        """What is compared."""
+        return sum(self[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, why, and what is expected of it there."""
+
+    slot: int
+    id: RankId
+    reason: Reason
+    expected_cached_tokens: int
+    best_cached_tokens: int
+    expected_prefill_seconds: float
+    prices: Sequence[Price] = ()
