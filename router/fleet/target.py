@@ -1,0 +1,20 @@
+"""The address of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.core.types import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a rank's requests are sent, and how that rank is named to its engine."""
+
+    host: str
+    port: int
+    rank: int
+    dp_size: int
+    engine: Engine
+    base_path: str = ""
+    tls: bool = False

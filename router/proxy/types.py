@@ -1,0 +1,68 @@
+"""What the data plane's parts say to one another: attempts, outcomes, and the brain behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from router.core.types import Decision
+from router.fleet.target import Target
+from router.wire.openai import InferenceRequest, Usage
+
+
+class Outcome(StrEnum):
+    """How an attempt ended. A label of ``homing_attempts_total``."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"  # the worker answered 4xx other than pushback: the request's own fault
+    PUSHBACK = "pushback"  # 429 or 503: full, not broken
+    SERVER_ERROR = "server_error"  # any other 5xx
+    CONNECT = "connect"  # no connection
+    RESET = "reset"  # the connection broke, before or after the first byte
+    TIMEOUT = "timeout"
+    PROTOCOL = "protocol"  # the worker's answer is not HTTP
+    CLIENT_GONE = "client_gone"
+
+
+class Lease(Protocol):
+    """One attempt's claim on a rank: its load and its provisional blocks. ``close`` must be called once."""
+
+    def first_byte(self) -> None:
+        """The first byte of the answer's body has arrived: prefill is over."""
+
+    def close(self, outcome: Outcome, usage: Usage | None) -> None:
+        """The attempt is over. Calls after the first do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A decision made and opened."""
+
+    target: Target
+    decision: Decision
+    lease: Lease
+
+
+class Prepared(Protocol):
+    """A request with its session, tokens and block keys: what a decision needs, made once a request."""
+
+    @property
+    def model(self) -> str: ...
+
+
+class Brain(Protocol):
+    """The decision side of the router as the data plane sees it."""
+
+    async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Prepared:
+        """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""
+
+    def choose(self, prepared: Prepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
+        """Decide and open a lease. ``exclude`` holds slots that failed this request. Raises ``NoWorker``."""
+
+    def model_list(self) -> bytes:
+        """The JSON answer of ``GET /v1/models``."""
+
+    def ready(self) -> bool:
+        """Some rank can take a request."""
