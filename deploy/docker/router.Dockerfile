@@ -1,0 +1,28 @@
+# syntax=docker/dockerfile:1
+# The router, without torch. Build from the repository's root:
+#   docker build -f deploy/docker/router.Dockerfile -t homing-router:0.1.0 .
+
+FROM python:3.11-slim-bookworm AS build
+WORKDIR /src
+RUN python -m venv /opt/homing
+COPY pyproject.toml README.md LICENSE requirements-dev.txt ./
+COPY router router
+COPY engine_shim engine_shim
+COPY loadtest loadtest
+RUN /opt/homing/bin/pip install --no-cache-dir -c requirements-dev.txt setuptools \
+    && /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt .
+
+FROM python:3.11-slim-bookworm
+RUN useradd --system --uid 10001 --user-group --no-create-home homing
+COPY --from=build /opt/homing /opt/homing
+ENV PATH=/opt/homing/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HOMING__LOG_FORMAT=json \
+    HOMING__SERVER__HOST=0.0.0.0
+USER 10001:10001
+EXPOSE 8000 8001
+# Alive, not ready: a router without workers is to be reported, not restarted.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
+ENTRYPOINT ["homing", "router"]
