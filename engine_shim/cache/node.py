@@ -1,0 +1,101 @@
+"""A node of the radix tree, and the order in which nodes give up their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """A run of whole pages that hang below ``parent``: the edge and its end in one.
+
+    ``tokens`` is ``len(full) * page_tokens`` long, ``hashes`` and ``full`` have one entry a page. ``window`` has one entry
+    a page too, or is None: a *tombstone*, the window group holds nothing of this run. A child is keyed by the tokens of its first page.
+    A root has no pages; its one hash is the seed of its namespace's chain.
+    """
+
+    namespace: str
+    parent: Node | None
+    tokens: tuple[int, ...]
+    hashes: list[int]
+    full: list[int]
+    window: list[int] | None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    full_locks: int = 0
+    window_locks: int = 0
+
+    @property
+    def is_root(self) -> bool:
+        """The start of a namespace."""
+        return self.parent is None
+
+    @property
+    def parent_hash(self) -> int | None:
+        """The hash before this run as events name it: None at the start of a chain."""
+        return None if self.parent is None or self.parent.is_root else self.parent.hashes[-1]
+
+    def path(self) -> Iterator[Node]:
+        """This node and those above it, deepest first, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Recency:
+    """Nodes of one component that nobody has locked, least recently used first, and their number of pages.
+
+    A doubly linked ring through ``None``, so that a node which is split keeps its place for both halves.
+    ``pages`` is kept by the tree, which knows what each change is worth.
+    """
+
+    __slots__ = ("_newer", "_older", "pages")
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self._newer: dict[Node | None, Node | None] = {None: None}
+        self._older: dict[Node | None, Node | None] = {None: None}
+
+    @property
+    def oldest(self) -> Node | None:
+        """The next one to give up pages."""
+        return self._newer[None]
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._newer
+
+    def __iter__(self) -> Iterator[Node]:
+        """From the oldest to the newest."""
+        node = self._newer[None]
+        while node is not None:
+            yield node
+            node = self._newer[node]
+
+    def add(self, node: Node, pages: int) -> None:
+        """Enter as the most recent."""
+        self._link(node, older=self._older[None])
+        self.pages += pages
+
+    def remove(self, node: Node, pages: int) -> None:
+        """Leave, because of a lock or for good."""
+        self._unlink(node)
+        self.pages -= pages
+
+    def refresh(self, node: Node) -> None:
+        """Become the most recent."""
+        self._unlink(node)
+        self._link(node, older=self._older[None])
+
+    def split(self, upper: Node, lower: Node, *, upper_first: bool) -> None:
+        """``upper`` was cut off ``lower``, which is listed: put it directly before or after that."""
+        self._link(upper, older=self._older[lower] if upper_first else lower)
+
+    def _link(self, node: Node, *, older: Node | None) -> None:
+        newer = self._newer[older]
+        self._older[node], self._newer[node] = older, newer
+        self._newer[older] = self._older[newer] = node
+
+    def _unlink(self, node: Node) -> None:
+        older, newer = self._older.pop(node), self._newer.pop(node)
+        self._newer[older], self._older[newer] = newer, older

@@ -1,0 +1,287 @@
+"""Continuous batching with chunked prefill over a prefix cache.
+
+One step of a rank: ``schedule`` a batch, let the runner run it, ``commit`` its tokens. In a batch stand, oldest first:
+
+1. one token of every request that decodes, so that no prefill can starve them,
+2. prefill chunks of requests that run already,
+3. waiting requests, strictly first come first served: if the head does not fit, nobody passes it.
+
+All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running request is
+preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What a preempted request computed goes to the tree;
+it waits at the head of the queue, restarts from what is still there, and its sampled tokens are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine_shim.cache.events import EventRecorder
+from engine_shim.cache.radix import WINDOW
+from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.memory import Memory
+from engine_shim.schedule.stats import Counters, Stats
+from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request
+from router.wire.kv_events import Event
+
+
+class Scheduler:
+    """Decides what one rank runs. Not thread-safe: one loop calls it.
+
+    Raises ``ValueError`` for a window pool in which not even one request can run.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        max_running: int = 64,
+        chunk_tokens: int = 512,
+        max_context_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if layout.window is not None and layout.pages[WINDOW] - 1 <= layout.window_pages():
+            raise ValueError(
+                f"a window pool of {layout.pages[WINDOW]} pages (one is the null page) is too small: "
+                f"{layout.window_pages()} pages of window and the page in progress must fit"
+            )
+        if max_running < 1 or chunk_tokens < 1:
+            raise ValueError("max_running and chunk_tokens are at least 1")
+        self._events = EventRecorder(layout)
+        self._memory = Memory(layout, self._events)
+        self._max_running = max_running
+        self._chunk_tokens = chunk_tokens
+        # The last sampled token is never computed, so it needs no page.
+        self._context_tokens = min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1)
+        self._eos_token_ids = eos_token_ids
+        self._entries: dict[str, Entry] = {}
+        self._waiting: deque[Entry] = deque()
+        self._running: list[Entry] = []  # oldest first
+        self._launched: Batch | None = None
+        self._outputs: list[Output] = []
+        self._counters = Counters()
+
+    # --- requests come and go -----------------------------------------------------------------------
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output of one request together: the given limit, or what the full pool can hold."""
+        return self._context_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """A request is unfinished, or an output was not drained."""
+        return bool(self._entries or self._outputs)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never fit ends at once with ``FinishReason.ERROR`` (see ``drain_outputs``).
+
+        Raises ``ValueError`` for an id in use, an empty prompt or ``max_tokens`` below 1.
+        """
+        if request.id in self._entries:
+            raise ValueError(f"request {request.id!r} is queued already")
+        if not request.prompt or request.sampling.max_tokens < 1:
+            raise ValueError("a request has at least one prompt token and samples at least one")
+        if len(request.prompt) >= self._context_tokens:
+            self._end(request, FinishReason.ERROR)
+            return
+        entry = self._entries[request.id] = Entry(request)
+        self._waiting.append(entry)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early; False if there is no such request.
+
+        If the launched batch may still write its pages, it keeps them and ends in ``commit``; else it ends now.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or entry.aborted:
+            return False
+        if self._launched and any(chunk.request is entry.request for chunk in self._launched.chunks):
+            entry.aborted = True
+            return True
+        if entry.receipt is None:
+            self._waiting.remove(entry)
+        else:
+            self._leave(entry)
+        del self._entries[request_id]
+        self._end(entry.request, FinishReason.ABORT)
+        return True
+
+    def drain_outputs(self) -> list[Output]:
+        """Ends that no ``commit`` reports: refusals, and aborts outside a batch."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # --- one step -----------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The next batch, or None if nothing can run. Every batch must be committed before the next call."""
+        if self._launched is not None:
+            raise RuntimeError("the batch before this one was not committed")
+        chunks: dict[Entry, Chunk] = {}
+        preemptions = self._counters.preemptions
+        for entry in sorted(self._running, key=lambda entry: entry.remaining_tokens > 1):
+            budget = self._chunk_tokens - _total(chunks)
+            if budget == 0:
+                break
+            if entry.receipt is not None:  # else preempted by an older one in this very step
+                self._schedule_running(entry, min(entry.next_tokens, budget), chunks)
+        if self._counters.preemptions == preemptions:
+            self._admit(chunks)
+        if not chunks:
+            return None
+        self._launched = Batch(tuple(chunks.values()))
+        return self._launched
+
+    def commit(self, batch: Batch, tokens: list[int]) -> list[Output]:
+        """Book what the runner did: one token for each chunk that samples, in order."""
+        if batch is not self._launched:
+            raise RuntimeError("this is not the launched batch")
+        if len(tokens) != sum(chunk.samples for chunk in batch.chunks):
+            raise ValueError(f"{len(tokens)} tokens do not fit the chunks that sample")
+        self._launched = None
+        outputs: list[Output] = []
+        sampled = iter(tokens)
+        for chunk in batch.chunks:
+            token = next(sampled) if chunk.samples else None
+            output = self._commit_chunk(chunk, token)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _schedule_running(self, entry: Entry, wanted: int, chunks: dict[Entry, Chunk]) -> None:
+        """Add a chunk, at the cost of younger requests if no page is left; the youngest of all gives way itself."""
+        while (fitting := self._memory.fit(entry, wanted)) == 0:
+            youngest = self._running[-1]
+            assert youngest is not self._running[0], "a request that is alone always has room"
+            chunks.pop(youngest, None)
+            self._preempt(youngest)
+            if youngest is entry:
+                return
+        chunks[entry] = self._chunk(entry, fitting)
+
+    def _admit(self, chunks: dict[Entry, Chunk]) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            budget = self._chunk_tokens - _total(chunks)
+            if budget == 0:
+                return
+            entry = self._waiting[0]
+            self._memory.admit(entry)
+            wanted = min(entry.next_tokens, budget)
+            # Nobody is preempted for a newcomer, and each running request keeps a page to grow into.
+            fitting = self._memory.fit(entry, wanted, spare_pages=len(self._running))
+            if fitting < wanted and self._running:
+                self._memory.leave(entry)
+                entry.request.computed_tokens = 0
+                return
+            self._waiting.popleft()
+            self._running.append(entry)
+            self._count_admission(entry)
+            chunks[entry] = self._chunk(entry, fitting)
+
+    def _chunk(self, entry: Entry, count: int) -> Chunk:
+        request = entry.request
+        self._memory.extend(entry, count)
+        return Chunk(
+            request=request,
+            start=request.computed_tokens,
+            count=count,
+            tables=request.tables,
+            samples=count == entry.remaining_tokens,
+            draws=len(request.tokens) - len(request.prompt),
+        )
+
+    def _commit_chunk(self, chunk: Chunk, token: int | None) -> Output | None:
+        request = chunk.request
+        entry = self._entries[request.id]
+        request.computed_tokens += chunk.count
+        self._counters.computed_tokens += chunk.count
+        self._memory.slide(entry)
+        if entry.aborted:
+            token, request.finish = None, FinishReason.ABORT
+        elif token is not None:
+            request.tokens.append(token)
+            request.finish = self._finish_reason(request, token)
+        if request.finish is not None:
+            self._leave(entry)
+            del self._entries[request.id]
+        elif entry.prefilling and (chunk.samples or request.computed_tokens == entry.fork_tokens):
+            self._memory.store(entry)
+            entry.prefilling = not chunk.samples
+        if token is None and request.finish is None:
+            return None
+        return Output(request=request, token=token, finish=request.finish)
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
+            return FinishReason.STOP
+        if len(request.tokens) - len(request.prompt) >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if len(request.tokens) >= self._context_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _preempt(self, entry: Entry) -> None:
+        self._leave(entry)
+        entry.request.computed_tokens = 0
+        self._waiting.appendleft(entry)
+        self._counters.preemptions += 1
+
+    def _leave(self, entry: Entry) -> None:
+        self._memory.leave(entry)
+        self._running.remove(entry)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish = reason
+        self._outputs.append(Output(request=request, token=None, finish=reason))
+
+    def _count_admission(self, entry: Entry) -> None:
+        if entry.admitted:
+            return
+        request = entry.request
+        entry.admitted = True
+        request.cached_tokens = request.computed_tokens
+        self._counters.queried_tokens += len(request.prompt)
+        self._counters.cached_tokens += request.cached_tokens
+
+    # --- the cache, for publishers and metrics ------------------------------------------------------
+
+    def take_events(self) -> tuple[Event, ...]:
+        """How the cache changed since the last call, in order."""
+        return self._events.take()
+
+    def snapshot_events(self) -> tuple[Event, ...]:
+        """Store events that rebuild the cache as it is. Take the pending events first: they are part of it already."""
+        return self._memory.cache.snapshot_events()
+
+    def reset_cache(self) -> bool:
+        """Forget all prefixes; False, and nothing done, while a request holds pages."""
+        if not self._memory.is_idle:
+            return False
+        self._memory.cache.reset()
+        return True
+
+    def stats(self) -> Stats:
+        """Numbers of this moment and counts since the start."""
+        cache = self._memory.cache
+        unlocked = (cache.full_unlocked.pages, cache.window_unlocked.pages)
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            used_pages=tuple(pool.used_pages for pool in cache.pools),
+            evictable_pages=unlocked[: len(cache.pools)],
+            total_pages=tuple(pool.total for pool in cache.pools),
+            evicted_pages=tuple(cache.evicted_pages),
+            queried_tokens=self._counters.queried_tokens,
+            cached_tokens=self._counters.cached_tokens,
+            computed_tokens=self._counters.computed_tokens,
+            preemptions=self._counters.preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the cache contradicts itself."""
+        self._memory.check_integrity()
+
+
+def _total(chunks: dict[Entry, Chunk]) -> int:
+    return sum(chunk.count for chunk in chunks.values())

@@ -1,0 +1,36 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start of the process; a reset of the cache leaves them alone."""
+
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A rank at one moment. Tuples have one entry for each cache group; null pages are not counted.
+
+    ``used_pages`` are held by requests or the tree; ``evictable_pages``, part of them, are the tree's and in no one's
+    way. ``queried_tokens`` and ``cached_tokens`` are prompt tokens at first admission, those found in the cache among them;
+    ``computed_tokens`` are positions run through the layers, repeated work after preemptions included.
+    """
+
+    running: int
+    waiting: int
+    used_pages: tuple[int, ...]
+    evictable_pages: tuple[int, ...]
+    total_pages: tuple[int, ...]
+    evicted_pages: tuple[int, ...]
+    queried_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    preemptions: int
