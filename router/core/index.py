@@ -17,10 +17,11 @@ remove each copy with an event of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from router.core.provisional import Provisional
+from router.core.usable import Mask, boundary, depths
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import FULL, GPU, MLA, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
@@ -39,14 +40,6 @@ class _RankState:
     windows: dict[int, int] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
-
-
-def slots_of(mask: int) -> Iterator[int]:
-    """The slots whose bits are set, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 class PrefixIndex:
@@ -326,36 +319,14 @@ class PrefixIndex:
         """
         limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)
         reusable: dict[int, int] = {}
-        for slot, depth in self._depths(keys, limit).items():
+        for slot, depth in depths(keys, self._mask, limit=limit).items():
             rank = self._ranks.get(slot)
             if rank is None:
                 continue
-            blocks = self._usable_blocks(rank, keys, depth) if rank.windows else depth
+            blocks = self._boundary(rank, keys, depth) if rank.windows else depth
             if blocks:
                 reusable[slot] = blocks * self.block_tokens
         return reusable
-
-    def _depths(self, keys: Sequence[int], limit: int) -> dict[int, int]:
-        """For each slot, how many blocks from the start it holds in the dense group, up to ``limit``."""
-        depths: dict[int, int] = {}
-        if limit <= 0:
-            return depths
-        alive = self._mask(keys[0])
-        start = 0
-        while alive:
-            # All of `alive` hold block `start`; find the first block that one of them lacks.
-            low, high = start, limit
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self._mask(keys[middle]) & alive == alive:
-                    low = middle
-                else:
-                    high = middle
-            remaining = 0 if high == limit else self._mask(keys[high]) & alive
-            for slot in slots_of(alive & ~remaining):
-                depths[slot] = high
-            alive, start = remaining, high
-        return depths
 
     def _mask(self, key: int) -> int:
         mask = self._resident.get(key, 0)
@@ -363,27 +334,18 @@ class PrefixIndex:
             mask &= ~self._stranded.get(key, 0)
         return mask | self.provisional.dense.get(key, 0)
 
-    def _usable_blocks(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
-        """The largest boundary at or below ``depth`` that every window group of the rank agrees to."""
-        boundary, agreed = depth, -1
-        while boundary != agreed:
-            agreed = boundary
-            for group, window_tokens in rank.windows.items():
-                boundary = self._window_boundary(rank.bit, group, window_tokens, keys, boundary)
-        return boundary
-
-    def _window_boundary(self, bit: int, group: int, window_tokens: int, keys: Sequence[int], depth: int) -> int:
-        """Scan down from ``depth`` for a run of ceil((W-1)/block) resident blocks, or one that reaches block 0."""
-        needed = -(-(window_tokens - 1) // self.block_tokens)
-        table = self._sparse.get(group, {})
+    def _boundary(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
         tails = self.provisional.tails
-        boundary = depth
-        block = depth - 1
-        while block >= 0 and boundary - 1 - block < needed:
-            if not (table.get(keys[block], 0) | tails.get(keys[block], 0)) & bit:
-                boundary = block
-            block -= 1
-        return boundary
+
+        def mask_of(table: dict[int, int]) -> Mask:
+            return lambda key: table.get(key, 0) | tails.get(key, 0)
+
+        groups = {group: mask_of(self._sparse.get(group, {})) for group in rank.windows}
+        needed = {group: self._window_blocks(window) for group, window in rank.windows.items()}
+        return boundary(keys, depth, bit=rank.bit, groups=groups, needed=needed)
+
+    def _window_blocks(self, window_tokens: int) -> int:
+        return -(-(window_tokens - 1) // self.block_tokens)
 
     # --- what others show -------------------------------------------------------------------------------
 
@@ -400,8 +362,7 @@ class PrefixIndex:
 
     def tail_blocks(self, slot: int) -> int:
         """Blocks at a prompt's end that the rank's widest window needs (0: no window groups)."""
-        widest = max(self._ranks[slot].windows.values(), default=1)
-        return -(-(widest - 1) // self.block_tokens)
+        return self._window_blocks(max(self._ranks[slot].windows.values(), default=1))
 
     def residency(self, slot: int) -> dict[int, frozenset[int]]:
         """For tests and consistency checks: keys held by a rank, per group (-1: the dense group)."""

@@ -90,9 +90,23 @@ class RankPace:
     decode_token_seconds: float = 1e-8
 
 
+@dataclass(slots=True)
+class Trust:
+    """How much of a rank's predicted reuse to believe, 0 to 1. Written by ``core/pace`` alone."""
+
+    ratio: float = 1.0
+
+
+@dataclass(slots=True)
+class Residency:
+    """How much a rank is believed to hold. Written by the owner of the index."""
+
+    tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank as the decision sees it. ``load`` and ``pace`` are live cells, read only here."""
+    """One rank as the decision sees it. ``load``, ``pace``, ``trust``, ``residency`` are live cells, read only here."""
 
     slot: int
     id: RankId
@@ -100,9 +114,18 @@ class RankView:
     status: RankStatus
     load: RankLoad
     pace: RankPace
-    trust_ratio: float = 1.0
+    trust: Trust
     pool_tokens: int | None = None
-    resident_tokens: int = 0
+    residency: Residency | None = None
+
+    @property
+    def trust_ratio(self) -> float:
+        """How far the rank's predicted reuse is believed."""
+        return self.trust.ratio
+
+    def resident_tokens(self) -> int:
+        """Tokens the rank is believed to hold now."""
+        return self.residency.tokens if self.residency is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

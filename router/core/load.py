@@ -1,0 +1,112 @@
+"""What the router has sent to each rank and not seen finished.
+
+A request waits for its prefill until its first byte, then decodes until it ends. All changes go through a
+``Claim`` whose end is idempotent, so no count can leak or go below zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from router.core.types import RankLoad
+
+#: Half-life of the memory of finished prefill work, by which sequential traffic is spread.
+RECENT_HALF_LIFE_SECONDS = 20.0
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One request's share of a rank's load."""
+
+    slot: int
+    prompt_tokens: int
+    prefill_tokens: int
+    prefill_seconds: float
+    opened_at: float
+    waiting: bool = True
+    open: bool = True
+
+
+class LoadBook:
+    """Claims per slot. ``load(slot)`` is the live cell that views hold; only this class writes it."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, RankLoad] = {}
+        self._queues: dict[int, deque[Claim]] = {}
+
+    def load(self, slot: int) -> RankLoad:
+        """The slot's cell, made on first use."""
+        return self._loads.setdefault(slot, RankLoad())
+
+    def forget(self, slot: int) -> None:
+        """The rank is gone. Claims still open on it end without effect on its successor."""
+        self._loads.pop(slot, None)
+        for claim in self._queues.pop(slot, ()):
+            claim.waiting = False
+
+    def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
+        """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
+        claim = Claim(slot, prompt_tokens, prefill_tokens, seconds, opened_at=now)
+        load = self.load(slot)
+        if not load.waiting:
+            load.serving_since = now
+        load.inflight += 1
+        load.inflight_tokens += prompt_tokens
+        load.waiting += 1
+        load.waiting_tokens += prefill_tokens
+        load.waiting_seconds += seconds
+        load.recent_seconds = recent_seconds(load, now=now) + seconds
+        load.recent_at = now
+        self._queues.setdefault(slot, deque()).append(claim)
+        return claim
+
+    def first_byte(self, claim: Claim, *, now: float) -> float | None:
+        """Prefill is over. Returns the seconds of service it took alone on the rank, None if not known.
+
+        The rank works on waiting prompts one after another, so service began when the one before ended.
+        """
+        if not claim.waiting:
+            return None
+        load = self._loads.get(claim.slot)
+        if load is None:
+            return None
+        in_order = self._queues[claim.slot][0] is claim
+        served = now - max(claim.opened_at, load.serving_since) if in_order else None
+        self._leave_queue(claim, load)
+        load.serving_since = now
+        return served
+
+    def close(self, claim: Claim, *, now: float) -> None:
+        """The request is over, however it ended. Calls after the first do nothing."""
+        if not claim.open:
+            return
+        claim.open = False
+        load = self._loads.get(claim.slot)
+        if load is None:
+            return
+        if claim.waiting:
+            self._leave_queue(claim, load)
+            load.serving_since = now
+        load.inflight -= 1
+        load.inflight_tokens -= claim.prompt_tokens
+
+    def _leave_queue(self, claim: Claim, load: RankLoad) -> None:
+        claim.waiting = False
+        self._queues[claim.slot].remove(claim)
+        load.waiting -= 1
+        load.waiting_tokens -= claim.prefill_tokens
+        load.waiting_seconds = load.waiting_seconds - claim.prefill_seconds if load.waiting else 0.0
+
+
+def wait_seconds(load: RankLoad, *, now: float) -> float:
+    """Prefill still to be done before a new request's turn: what was promised, less the time already served."""
+    if not load.waiting:
+        return 0.0
+    return max(0.0, load.waiting_seconds - (now - load.serving_since))
+
+
+def recent_seconds(load: RankLoad, *, now: float) -> float:
+    """Prefill seconds sent lately, fading with a half-life."""
+    return load.recent_seconds * math.exp2(-(now - load.recent_at) / RECENT_HALF_LIFE_SECONDS)

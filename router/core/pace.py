@@ -1,0 +1,57 @@
+"""How fast a rank prefills, learned from its first-token times; and how far its predictions are believed."""
+
+from __future__ import annotations
+
+import math
+
+from router.core.types import RankPace, Trust
+
+#: Prefills shorter than this say more about overheads than about speed.
+MIN_SAMPLE_TOKENS = 64
+_STEADY_WEIGHT = 0.05
+_LARGEST_STEP = math.log(4.0)
+_TRUST_WEIGHT = 0.1
+
+
+def prior(prefill_tokens_per_second: float) -> RankPace:
+    """The pace of a rank that has shown nothing yet. At 100,000 tokens of context a token costs a half more."""
+    token_seconds = 1.0 / prefill_tokens_per_second
+    return RankPace(token_seconds=token_seconds, attention_seconds=token_seconds * 0.5 / 100_000)
+
+
+def prefill_seconds(pace: RankPace, *, uncached_tokens: int, context_tokens: int) -> float:
+    """Seconds to compute the last ``uncached_tokens`` of a context of ``context_tokens``."""
+    attention = uncached_tokens * (context_tokens - uncached_tokens / 2)
+    return pace.factor * (pace.token_seconds * uncached_tokens + pace.attention_seconds * attention)
+
+
+class PaceLearner:
+    """Moves a rank's ``factor`` towards observed over predicted service time.
+
+    Averages logarithms, so that one outlier of a thousand weighs no more than one of four; the first samples
+    weigh more (1/n), so that a guess ten times off is gone after a handful of requests.
+    """
+
+    def __init__(self, pace: RankPace) -> None:
+        self._pace = pace
+        self._samples = 0
+
+    def observe(self, *, served_seconds: float, uncached_tokens: int, context_tokens: int) -> None:
+        """One first token came ``served_seconds`` after the rank began on it."""
+        if uncached_tokens < MIN_SAMPLE_TOKENS or served_seconds <= 0.0:
+            return
+        expected = prefill_seconds(self._pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
+        step = min(_LARGEST_STEP, max(-_LARGEST_STEP, math.log(served_seconds / expected)))
+        self._samples += 1
+        self._pace.factor *= math.exp(step * max(_STEADY_WEIGHT, 1.0 / (self._samples + 1)))
+
+
+def judge(trust: Trust, *, predicted_tokens: int, actual_tokens: int, slack_tokens: int) -> None:
+    """Compare a finished request with its prediction: trust falls when less was reused, and recovers by agreement.
+
+    Being ``slack_tokens`` (a block) short is no drift; more reuse than promised is fine.
+    """
+    if predicted_tokens <= 0:
+        return
+    kept = 1.0 if actual_tokens + slack_tokens >= predicted_tokens else actual_tokens / predicted_tokens
+    trust.ratio += _TRUST_WEIGHT * (kept - trust.ratio)

@@ -1,0 +1,147 @@
+"""The decision: ``policy(view, request, rng, now) -> Decision | None``. None: no rank can serve it.
+
+Policies are pure but for the little they remember by themselves (whose turn it is, a ring). The same seed and the
+same inputs give the same decisions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from router.core.cost import CostParameters, price, reusable_tokens, work_seconds
+from router.core.load import recent_seconds, wait_seconds
+from router.core.ring import Ring
+from router.core.types import Decision, FleetView, Price, RankStatus, RankView, Reason, RouteRequest
+
+Policy = Callable[[FleetView, RouteRequest, random.Random, float], Decision | None]
+
+#: Prices closer than this are equal: the draw decides.
+_TIE_SECONDS = 1e-6
+
+
+def candidates(view: FleetView, request: RouteRequest) -> list[RankView]:
+    """Ranks that may take the request: ready, serving the model, not tried before. A draining rank keeps its own."""
+    return [
+        rank
+        for rank in view.ranks
+        if rank.slot not in request.exclude
+        and request.model in rank.models
+        and (rank.status is RankStatus.READY or (rank.status is RankStatus.DRAINING and rank.slot == request.home))
+    ]
+
+
+class RoundRobin:
+    """Each rank in turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+        ranks = candidates(view, request)
+        if not ranks:
+            return None
+        chosen = ranks[self._turn % len(ranks)]
+        self._turn += 1
+        return _decision(chosen, ranks, request, reason=Reason.TURN)
+
+
+def least_loaded(view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+    """The rank with the least prefill waiting, then the fewest requests, then the least recent work."""
+    ranks = candidates(view, request)
+    if not ranks:
+        return None
+
+    def key(rank: RankView) -> tuple[float, int, float]:
+        load = rank.load
+        return (round(wait_seconds(load, now=now), 3), load.inflight, round(recent_seconds(load, now=now), 3))
+
+    least = min(map(key, ranks))
+    chosen = rng.choice([rank for rank in ranks if key(rank) == least])
+    return _decision(chosen, ranks, request, reason=Reason.LOAD)
+
+
+class SessionHash:
+    """The session's place on a consistent-hash ring, whatever is cached or busy; without a session, by load."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._ring = Ring(())
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+        ranks = candidates(view, request)
+        if not ranks:
+            return None
+        if request.session is None:
+            return least_loaded(view, request, rng, now)
+        serving = {str(rank.id): rank for rank in view.ranks if request.model in rank.models}
+        if self._names != serving.keys():
+            self._names = frozenset(serving)
+            self._ring = Ring(serving)
+        eligible = {rank.slot for rank in ranks}
+        chosen = next(
+            serving[name] for name in self._ring.walk("\x00".join(request.session)) if serving[name].slot in eligible
+        )
+        return _decision(chosen, ranks, request, reason=Reason.HASH)
+
+
+class Affinity:
+    """The cheapest rank in seconds (``core/cost``)."""
+
+    def __init__(self, parameters: CostParameters) -> None:
+        self._parameters = parameters
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+        ranks = candidates(view, request)
+        if not ranks:
+            return None
+        home = next((rank for rank in ranks if rank.slot == request.home), None)
+        prices = [price(rank, request, home=home, parameters=self._parameters, now=now) for rank in ranks]
+        lowest = min(entry.total_seconds for entry in prices)
+        equal = [
+            rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS
+        ]
+        chosen = home if home in equal else rng.choice(equal)
+        return _decision(chosen, ranks, request, reason=self._reason(chosen, home, request), prices=prices)
+
+    @staticmethod
+    def _reason(chosen: RankView, home: RankView | None, request: RouteRequest) -> Reason:
+        if home is not None and chosen.slot == home.slot:
+            return Reason.HOME
+        if home is not None and reusable_tokens(home, request) > reusable_tokens(chosen, request):
+            return Reason.SPILL
+        return Reason.PREFIX if reusable_tokens(chosen, request) else Reason.COLD
+
+
+def make_policy(name: str, parameters: CostParameters) -> Policy:
+    """A policy by its setting's name. Raises ``KeyError`` for a name that is none."""
+    makers: dict[str, Callable[[], Policy]] = {
+        "affinity": lambda: Affinity(parameters),
+        "round_robin": RoundRobin,
+        "least_loaded": lambda: least_loaded,
+        "session_hash": SessionHash,
+    }
+    return makers[name]()
+
+
+def _decision(
+    chosen: RankView,
+    ranks: Sequence[RankView],
+    request: RouteRequest,
+    *,
+    reason: Reason,
+    prices: Sequence[Price] = (),
+) -> Decision:
+    if request.exclude:
+        reason = Reason.RETRY
+    elif len(ranks) == 1:
+        reason = Reason.ONLY
+    return Decision(
+        slot=chosen.slot,
+        id=chosen.id,
+        reason=reason,
+        expected_cached_tokens=request.reusable_tokens.get(chosen.slot, 0),
+        best_cached_tokens=max((request.reusable_tokens.get(rank.slot, 0) for rank in ranks), default=0),
+        expected_prefill_seconds=work_seconds(chosen, request),
+        prices=prices,
+    )

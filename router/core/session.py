@@ -1,0 +1,202 @@
+"""Who is asking: the header or field that names a session, and where each session is at home.
+
+The signals that real clients send, in order; the first one present wins. Names are compared in lower case.
+Credentials never name a session. An id is a hint, not a right: it is scoped by tenant and model and hashed away
+beyond ``MAX_ID_CHARS``. Without any signal the stable head of the conversation names the session.
+
+| signal | sent by |
+|---|---|
+| configured headers, then ``x-homing-session-id`` | the operator |
+| ``x-dynamo-session-id`` | Dynamo clients, AgentX recipes |
+| ``x-smg-routing-key`` | SMG clients |
+| ``x-claude-code-session-id`` (+ ``x-claude-code-agent-id`` for a subagent) | Claude Code |
+| ``thread-id``, ``session-id``, ``session_id`` | Codex, pi |
+| ``x-session-affinity``, ``x-session-id``, ``x-opencode-session`` | OpenCode, aiperf, vLLM router |
+| ``x-grok-conv-id``, any ``x-*-session-id`` | others |
+| ``x-correlation-id`` | aiperf |
+| body ``prompt_cache_key``, ``session_id``, ``conversation_id`` | OpenAI, SGLang |
+| body ``session_params.session_id``, ``metadata.session_id`` | SGLang, LiteLLM |
+| body ``metadata.user_id`` with a session inside | Claude Code through gateways |
+| body ``user`` | OpenAI, deprecated |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from router.core.types import SessionKey
+
+MAX_ID_CHARS = 256
+_HEADERS = (
+    "x-homing-session-id",
+    "x-dynamo-session-id",
+    "x-smg-routing-key",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-session-id",
+    "x-opencode-session",
+    "x-grok-conv-id",
+)
+_AGENT_HEADERS = ("x-claude-code-agent-id",)
+_LATE_HEADERS = ("x-correlation-id",)
+_FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
+_VENDOR_SESSION = re.compile(r"^x-[a-z0-9-]+-session-id$")
+_OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
+#: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
+_VOLATILE_LINE = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+
+
+def identify(
+    headers: Mapping[str, str], fields: Mapping[str, Any], *, tenant: str, first: Sequence[str] = ()
+) -> SessionKey | None:
+    """Name the session of a request, or None if nothing names it. ``headers`` has lower-case names."""
+    agent = next((_clean(headers[name]) for name in _AGENT_HEADERS if headers.get(name)), "")
+    for name in (*first, *_HEADERS):
+        if value := headers.get(name):
+            return SessionKey(tenant, _clean(value), agent)
+    for name, value in headers.items():
+        if value and _VENDOR_SESSION.match(name):
+            return SessionKey(tenant, _clean(value), agent)
+    for name in _LATE_HEADERS:
+        if value := headers.get(name):
+            return SessionKey(tenant, _clean(value), agent)
+    if (session := _from_body(fields)) is not None:
+        return SessionKey(tenant, _clean(session), agent)
+    if (head := conversation_head(fields)) is not None:
+        return SessionKey(tenant, f"head:{head:016x}", agent)
+    return None
+
+
+def _from_body(fields: Mapping[str, Any]) -> str | None:
+    for name in _FIELDS:
+        if isinstance(value := fields.get(name), str) and value:
+            return value
+    for outer in ("session_params", "metadata"):
+        inner = fields.get(outer)
+        if isinstance(inner, Mapping) and isinstance(value := inner.get("session_id"), str) and value:
+            return value
+    metadata = fields.get("metadata")
+    if isinstance(metadata, Mapping) and isinstance(user := metadata.get("user_id"), str):
+        if match := _OLD_USER_ID.search(user):
+            return match.group(1)
+        if user.startswith("{") and (session := _session_in_json(user)):
+            return session
+    user = fields.get("user")
+    return user if isinstance(user, str) and user else None
+
+
+def _session_in_json(text: str) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    session = value.get("session_id") if isinstance(value, dict) else None
+    return session if isinstance(session, str) and session else None
+
+
+def conversation_head(fields: Mapping[str, Any]) -> int | None:
+    """A hash of what stays the same through a conversation: everything up to its first user message.
+
+    A plain prompt has no turns, so nothing of it is stable: its prefix alone speaks for it (None).
+    """
+    messages = fields.get("messages")
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return None
+    digest = xxhash.xxh3_64()
+    for message in messages:
+        if not isinstance(message, Mapping):
+            return None
+        role = message.get("role")
+        digest.update(_VOLATILE_LINE.sub("", f"{role}\x00{_text(message.get('content'))}\x01").encode())
+        if role == "user":
+            return digest.intdigest()
+    return None
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "\x02".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return ""
+
+
+def _clean(value: str) -> str:
+    if len(value) <= MAX_ID_CHARS:
+        return value
+    return f"long:{xxhash.xxh3_128_hexdigest(value.encode())}"
+
+
+@dataclass(slots=True)
+class Binding:
+    """A session's home. ``inflight`` keeps it alive while a request of it runs, however long that takes."""
+
+    slot: int
+    used_at: float
+    inflight: int = 0
+
+
+class SessionTable:
+    """Homes of sessions per model, least recently used first; bounded, and forgetful of the idle."""
+
+    def __init__(self, *, max_sessions: int, idle_seconds: float) -> None:
+        self.max_sessions = max_sessions
+        self.idle_seconds = idle_seconds
+        self._bindings: OrderedDict[tuple[str, SessionKey], Binding] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._bindings)
+
+    def items(self) -> Sequence[tuple[tuple[str, SessionKey], Binding]]:
+        """All bindings, the longest unused first."""
+        return list(self._bindings.items())
+
+    def home(self, model: str, key: SessionKey, *, now: float) -> int | None:
+        """The slot that served this session last."""
+        binding = self._bindings.get((model, key))
+        if binding is None or (not binding.inflight and now - binding.used_at > self.idle_seconds):
+            return None
+        return binding.slot
+
+    def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> None:
+        """A request of the session was sent to ``slot``, which is its home from now on."""
+        binding = self._bindings.get((model, key))
+        if binding is None:
+            self._make_room(now)
+            binding = self._bindings[model, key] = Binding(slot=slot, used_at=now)
+        binding.slot = slot
+        binding.used_at = now
+        binding.inflight += 1
+        self._bindings.move_to_end((model, key))
+
+    def finish(self, model: str, key: SessionKey, *, now: float) -> None:
+        """That request is over."""
+        binding = self._bindings.get((model, key))
+        if binding is not None:
+            binding.inflight = max(0, binding.inflight - 1)
+            binding.used_at = now
+
+    def forget_slot(self, slot: int) -> None:
+        """The rank is gone: its sessions have no home."""
+        for key in [key for key, binding in self._bindings.items() if binding.slot == slot]:
+            del self._bindings[key]
+
+    def _make_room(self, now: float) -> None:
+        while self._bindings:
+            key, binding = next(iter(self._bindings.items()))
+            expired = now - binding.used_at > self.idle_seconds
+            if binding.inflight or not (expired or len(self._bindings) >= self.max_sessions):
+                if binding.inflight and len(self._bindings) >= self.max_sessions:
+                    self._bindings.move_to_end(key)
+                return
+            del self._bindings[key]
