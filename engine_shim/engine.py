@@ -1,0 +1,336 @@
+"""One data-parallel rank: a scheduler, a runner, and the thread that drives them.
+
+::
+
+    event loop                          engine thread
+    ----------                          -------------
+    submit / abort / call  --queue-->   commands, then: schedule -> run -> commit
+    Mailbox.take           <--loop---   the step's events published, then its tokens, in one callback
+
+Only the engine thread touches the scheduler, the runner and the live event socket. A step's events leave
+before its tokens do, so whoever reads an answer's end can know what the cache holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from engine_shim.events import EventPublisher
+from engine_shim.metrics import Latencies
+from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.schedule.stats import Stats
+from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner
+from router.wire.kv_events import Snapshot
+
+log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+_News = tuple[str, int | None, FinishReason | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came for one prompt of an HTTP request since the mailbox was last emptied."""
+
+    index: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+
+
+class Mailbox:
+    """Where an HTTP request's new tokens wait for it. Lives in the event loop.
+
+    Steps that come faster than the reader are merged, so a slow reader costs memory for tokens, not for messages.
+    """
+
+    def __init__(self, prompts: int) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(prompts)]
+        self._finishes: list[FinishReason | None] = [None] * prompts
+        self._news: dict[int, None] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def put(self, index: int, token: int | None, finish: FinishReason | None) -> None:
+        """Add what one step made for one prompt."""
+        if token is not None:
+            self._tokens[index].append(token)
+        if finish is not None:
+            self._finishes[index] = finish
+        self._news[index] = None
+        self._wake.set()
+
+    def close(self) -> None:
+        """Nobody reads any more; a pending ``take`` returns nothing."""
+        self._closed = True
+        self._wake.set()
+
+    async def take(self) -> list[Delta]:
+        """Wait for news and return it, one delta per prompt that has some; empty once closed."""
+        if not self._news and not self._closed:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._closed:
+            return []
+        deltas = []
+        for index in self._news:
+            deltas.append(Delta(index, tuple(self._tokens[index]), self._finishes[index]))
+            self._tokens[index].clear()
+        self._news.clear()
+        return deltas
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request in the engine, as its thread remembers it."""
+
+    request: Request
+    waits: bool = True
+    first_token_seconds: float | None = None
+    last_token_seconds: float = 0.0
+
+
+class EngineStopped(Exception):
+    """The rank takes no more work: it failed, or the process is ending."""
+
+
+class Engine:
+    """A rank. ``submit``, ``abort``, ``call`` and the properties are for the event loop's thread.
+
+    ``clock`` is the one that stamped ``Request.arrival_seconds``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        scheduler: Scheduler,
+        *,
+        runner: Runner,
+        layout: CacheLayout,
+        publisher: EventPublisher | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rank = rank
+        self.layout = layout
+        self.publisher = publisher
+        self.latencies = Latencies()
+        self.failure: str | None = None
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._flights: dict[str, _Flight] = {}
+        self._open: dict[str, tuple[Mailbox, int]] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name=f"engine-{rank}", daemon=True)
+
+    # --- for the event loop -----------------------------------------------------------------------
+
+    @property
+    def load(self) -> int:
+        """Requests submitted and not yet ended: waiting and running."""
+        return len(self._open)
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the rank works and is not being stopped."""
+        return self.failure is None and not self._stopping
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; outputs are delivered in ``loop``."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end after its present step; what is in flight then ends as aborted."""
+        self._stopping = True
+        self._commands.put(_nothing)
+
+    def join(self) -> None:
+        """Wait for the stopped thread, then close the publisher."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def submit(self, request: Request, *, mailbox: Mailbox, index: int) -> None:
+        """Hand a request to the rank. Raises ``EngineStopped``."""
+        self._require_running()
+        self._open[request.id] = (mailbox, index)
+        self._commands.put(functools.partial(self._add, request))
+
+    def abort(self, request_id: str) -> None:
+        """End a request between this step and the next; one that has ended is left alone."""
+        self._commands.put(functools.partial(self._abort, request_id))
+
+    async def call(self, work: Callable[[], _T]) -> _T:
+        """Run ``work`` in the engine's thread between two steps. Raises ``EngineStopped``."""
+        self._require_running()
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._calls.add(answer)
+        answer.add_done_callback(self._calls.discard)
+        self._commands.put(functools.partial(self._answer, work, answer))
+        return await answer
+
+    async def reset_cache(self) -> bool:
+        """Empty the prefix cache and publish that at once; False while requests hold pages."""
+        return await self.call(self._reset)
+
+    async def snapshot(self) -> Snapshot | None:
+        """All that is resident, exactly as of the last published message; None without a publisher."""
+        return await self.call(self._snapshot)
+
+    def stats(self) -> Stats:
+        """The scheduler's numbers, at most one step old."""
+        return self._scheduler.stats()
+
+    # --- in the engine's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                if self._scheduler.has_work:
+                    self._step()
+                    if not self._scheduler.has_work:
+                        self._scheduler.check_integrity()
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            log.exception("engine_failed", rank=self.rank)
+        finally:
+            self._stopping = True
+            self._in_loop(self._end_all)
+
+    def _take_commands(self) -> None:
+        """Run what the event loop asked for; sleep until it asks when there is nothing else to do."""
+        if not self._scheduler.has_work:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+        self._publish()
+
+    def _step(self) -> None:
+        batch = self._scheduler.schedule()
+        if batch is None:
+            refused = self._scheduler.drain_outputs()
+            if not refused:
+                raise RuntimeError("requests wait, but the scheduler runs none of them")
+            self._deliver(refused)
+            return
+        self._note_scheduled(batch)
+        tokens = self._runner.run(batch)
+        outputs = self._scheduler.commit(batch, tokens)
+        self._publish()
+        self._deliver([*outputs, *self._scheduler.drain_outputs()])
+
+    def _publish(self) -> None:
+        events = self._scheduler.take_events()
+        if self.publisher is not None:
+            self.publisher.publish(events)
+
+    def _add(self, request: Request) -> None:
+        self._flights[request.id] = _Flight(request)
+        self._scheduler.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._flights:
+            self._scheduler.abort(request_id)
+            self._deliver(self._scheduler.drain_outputs())
+
+    def _reset(self) -> bool:
+        done = self._scheduler.reset_cache()
+        self._publish()
+        return done
+
+    def _snapshot(self) -> Snapshot | None:
+        self._publish()
+        if self.publisher is None:
+            return None
+        return self.publisher.snapshot(self._scheduler.snapshot_events())
+
+    def _answer(self, work: Callable[[], _T], answer: asyncio.Future[_T]) -> None:
+        result = work()
+        self._in_loop(_resolve, answer, result)
+
+    def _note_scheduled(self, batch: Batch) -> None:
+        now = self._clock()
+        for chunk in batch.chunks:
+            flight = self._flights[chunk.request.id]
+            if flight.waits:
+                flight.waits = False
+                self.latencies.queue.observe(now - chunk.request.arrival_seconds)
+
+    def _deliver(self, outputs: Iterable[Output]) -> None:
+        now = self._clock()
+        news: list[_News] = []
+        for output in outputs:
+            flight = self._flights[output.request.id]
+            if output.token is not None:
+                self._measure_token(flight, now)
+            if output.finish is not None:
+                self._measure_end(flight, now, output.finish)
+                del self._flights[output.request.id]
+            news.append((output.request.id, output.token, output.finish))
+        if news:
+            self._in_loop(self._hand_over, news)
+
+    def _measure_token(self, flight: _Flight, now: float) -> None:
+        self.latencies.generated_tokens += 1
+        if flight.first_token_seconds is None:
+            flight.first_token_seconds = now
+            self.latencies.first_token.observe(now - flight.request.arrival_seconds)
+        else:
+            self.latencies.inter_token.observe(now - flight.last_token_seconds)
+        flight.last_token_seconds = now
+
+    def _measure_end(self, flight: _Flight, now: float, finish: FinishReason) -> None:
+        self.latencies.finished[finish] += 1
+        self.latencies.end_to_end.observe(now - flight.request.arrival_seconds)
+        gaps = len(flight.request.output) - 1
+        if flight.first_token_seconds is not None and gaps > 0:
+            mean = (flight.last_token_seconds - flight.first_token_seconds) / gaps
+            self.latencies.per_output_token.observe(mean)
+
+    def _in_loop(self, work: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "the thread starts after the loop is known"
+        self._loop.call_soon_threadsafe(work, *arguments)
+
+    # --- back in the event loop ----------------------------------------------------------------------
+
+    def _hand_over(self, news: list[_News]) -> None:
+        for request_id, token, finish in news:
+            mailbox, index = self._open[request_id]
+            if finish is not None:
+                del self._open[request_id]
+            mailbox.put(index, token, finish)
+
+    def _end_all(self) -> None:
+        finish = FinishReason.ABORT if self.failure is None else FinishReason.ERROR
+        for mailbox, index in self._open.values():
+            self.latencies.finished[finish] += 1
+            mailbox.put(index, None, finish)
+        self._open.clear()
+        for answer in tuple(self._calls):
+            if not answer.done():
+                answer.set_exception(EngineStopped(self.failure or "the engine has stopped"))
+
+    def _require_running(self) -> None:
+        if not self.accepts:
+            raise EngineStopped(self.failure or "the engine is stopping")
+
+
+def _resolve(answer: asyncio.Future[_T], result: _T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _nothing() -> None:
+    """A command that only wakes the thread."""

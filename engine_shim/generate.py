@@ -1,0 +1,179 @@
+"""From an accepted request to its answer's bytes: run it on a rank, word what comes, give up when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from engine_shim.answers import DONE, Piece, Shape, Usage, join, sse
+from engine_shim.api import ApiError
+from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
+from engine_shim.text import TextStream
+from engine_shim.types import FinishReason, Request
+
+_JSON = (b"content-type", b"application/json")
+_SSE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered."""
+
+
+class Generation:
+    """The requests of one HTTP request, one per prompt, on one rank."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], *, tokenizer: Tokenizer, stops: Sequence[str]
+    ) -> None:
+        self.engine = engine
+        self.requests = tuple(requests)
+        self._texts = [TextStream(tokenizer, stops=stops) for _ in requests]
+        self._mailbox = Mailbox(len(requests))
+        self._running = set(range(len(requests)))
+        self._completion_tokens = 0
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """Submit, then yield what each step or burst of steps made, until every prompt has its end.
+
+        Raises ``ApiError`` when the rank gives up, ``ClientGone`` after ``close``.
+        """
+        try:
+            for index, request in enumerate(self.requests):
+                self.engine.submit(request, mailbox=self._mailbox, index=index)
+        except EngineStopped as error:
+            raise _unavailable(str(error)) from error
+        while self._running:
+            deltas = await self._mailbox.take()
+            if not deltas:
+                raise ClientGone
+            pieces = [self._piece(delta) for delta in deltas if delta.index in self._running]
+            if pieces:
+                yield pieces
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=sum(len(request.prompt) for request in self.requests),
+            cached_tokens=sum(request.cached_tokens for request in self.requests),
+            completion_tokens=self._completion_tokens,
+        )
+
+    def close(self) -> None:
+        """Stop reading; what still runs is aborted within one step."""
+        self._mailbox.close()
+        for index in self._running:
+            self.engine.abort(self.requests[index].id)
+        self._running.clear()
+
+    def _piece(self, delta: Delta) -> Piece:
+        if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
+            self._refuse()
+        stream = self._texts[delta.index]
+        # The token that ended the answer counts but is not text.
+        ended = delta.tokens[-1:] if delta.finish is FinishReason.STOP else ()
+        told = stream.push(delta.tokens[: len(delta.tokens) - len(ended)])
+        text, ids, stopped = told.text, told.ids, told.stopped
+        if stopped is None and delta.finish is not None:
+            rest = stream.finish()
+            text, ids, stopped = text + rest.text, ids + ended, rest.stopped
+        self._completion_tokens += len(ids)
+        if stopped is None and delta.finish is None:
+            return Piece(delta.index, text, ids)
+        self._running.discard(delta.index)
+        if delta.finish is None:
+            self.engine.abort(self.requests[delta.index].id)
+        if stopped is not None or delta.finish is None:
+            return Piece(delta.index, text, ids, FinishReason.STOP.value, stopped)
+        asked = self.requests[delta.index].sampling.stop_token_ids
+        reason = ended[0] if ended and ended[0] in asked else None
+        return Piece(delta.index, text, ids, delta.finish.value, reason)
+
+    def _refuse(self) -> NoReturn:
+        if self.engine.accepts:
+            raise ApiError("The request needs more cache pages than this rank has", code="context_too_large")
+        raise _unavailable(self.engine.failure or "the engine is stopping")
+
+
+class GenerationResponse(Response):
+    """Answers with a generation, streamed or whole; a client that leaves ends it at once, also while it is silent.
+
+    The head is sent with the first token, so that a failure before it has a status of its own.
+    """
+
+    def __init__(self, generation: Generation, *, shape: Shape, stream: bool) -> None:
+        super().__init__()
+        self._generation = generation
+        self._shape = shape
+        self._stream = stream
+        self._rank = (b"x-dp-rank", str(generation.engine.rank).encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the generation and send its answer."""
+        watch = asyncio.create_task(_when_gone(receive, self._generation.close))
+        try:
+            await (self._send_stream(send) if self._stream else self._send_whole(send))
+        except ClientGone:
+            pass
+        finally:
+            watch.cancel()
+            self._generation.close()
+
+    async def _send_whole(self, send: Send) -> None:
+        told: list[list[Piece]] = [[] for _ in self._generation.requests]
+        try:
+            async for pieces in self._generation.pieces():
+                for piece in pieces:
+                    told[piece.index].append(piece)
+        except ApiError as error:
+            await self._send_json(send, error.status, error.body())
+            return
+        body = self._shape.whole([join(pieces) for pieces in told], self._generation.usage)
+        await self._send_json(send, 200, body)
+
+    async def _send_stream(self, send: Send) -> None:
+        begun: set[int] = set()
+        try:
+            async for pieces in self._generation.pieces():
+                if not begun:
+                    await self._send_head(send, 200, (_SSE, (b"cache-control", b"no-cache")))
+                events = [self._shape.chunks(piece, first=piece.index not in begun) for piece in pieces]
+                begun.update(piece.index for piece in pieces)
+                await _send_part(send, b"".join(events))
+        except ApiError as error:
+            if not begun:
+                await self._send_json(send, error.status, error.body())
+                return
+            await _send_part(send, sse(error.body()) + DONE, last=True)
+            return
+        usage = self._generation.usage
+        tail = sse(self._shape.usage_chunk(usage)) if self._shape.tells_usage else b""
+        await _send_part(send, tail + DONE, last=True)
+
+    async def _send_json(self, send: Send, status: int, body: dict[str, object]) -> None:
+        content = msgspec.json.encode(body)
+        await self._send_head(send, status, (_JSON, (b"content-length", str(len(content)).encode())))
+        await _send_part(send, content, last=True)
+
+    async def _send_head(self, send: Send, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, self._rank]})
+
+
+async def _send_part(send: Send, part: bytes, *, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": part, "more_body": not last})
+
+
+async def _when_gone(receive: Receive, tell: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    tell()
+
+
+def _unavailable(why: str) -> ApiError:
+    return ApiError(f"This rank takes no requests: {why}", status=503, code="engine_unavailable")

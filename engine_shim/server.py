@@ -1,0 +1,391 @@
+"""The shim's HTTP face: OpenAI's API, vLLM's operational endpoints, and the two that only the shim has.
+
+Handlers read, check and choose a rank; ``generate`` does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from tokenizers import Tokenizer
+
+from engine_shim import api, types
+from engine_shim.answers import ChatShape, CompletionShape
+from engine_shim.api import ApiError
+from engine_shim.chat import ChatTemplate
+from engine_shim.engine import Engine, EngineStopped
+from engine_shim.events import BUFFER_BATCHES, HIGH_WATER_MARK, TOPIC
+from engine_shim.generate import Generation, GenerationResponse
+from engine_shim.metrics import ShimCollector
+from router.wire.kv_events import encode_snapshot
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+#: Longer texts are tokenized off the event loop, so that other streams go on.
+_LONG_TEXT_CHARS = 8_192
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the server must know of the model; the weights are the runner's matter.
+
+    ``tokenizer_config`` is the model's own file, told by ``/tokenizer_info``.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    tokenizer_config: Mapping[str, object]
+    vocab_tokens: int
+    max_context_tokens: int
+    version: str
+
+
+class Ranks:
+    """The engines, and which of them takes a request that names none: the least loaded, equals in turn."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self._turns = itertools.count()
+
+    def choose(self, wanted: int | None) -> Engine:
+        """The engine for a request. Raises ``ApiError`` 503 when it, or each of them, takes none."""
+        if wanted is not None:
+            candidates = [self.engines[wanted]]
+        else:
+            turn = next(self._turns) % len(self.engines)
+            candidates = [*self.engines[turn:], *self.engines[:turn]]
+        working = [engine for engine in candidates if engine.accepts]
+        if not working:
+            raise ApiError("The engine takes no requests now.", status=503, code="engine_unavailable")
+        return min(working, key=lambda engine: engine.load)
+
+
+def create_app(model: ServedModel, engines: Sequence[Engine], *, max_body_bytes: int) -> FastAPI:
+    """The application. Its lifespan starts the engines in the running loop and ends them."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        for engine in engines:
+            engine.start(loop)
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.stop()
+            for engine in engines:
+                await asyncio.to_thread(engine.join)
+
+    return _application(ShimApi(model, Ranks(engines), max_body_bytes=max_body_bytes), lifespan)
+
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def _application(shim: ShimApi, lifespan: Lifespan) -> FastAPI:
+    app = FastAPI(title="Homing shim", version=shim.model.version, lifespan=lifespan)
+    posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/v1/chat/completions": shim.chat,
+        "/v1/completions": shim.complete,
+        "/tokenize": shim.tokenize,
+        "/detokenize": shim.detokenize,
+        "/reset_prefix_cache": shim.reset_prefix_cache,
+    }
+    gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/v1/models": shim.models,
+        "/health": shim.health,
+        "/ping": shim.health,
+        "/metrics": shim.metrics,
+        "/version": shim.version,
+        "/tokenizer_info": shim.tokenizer_info,
+        "/tokenizer.json": shim.tokenizer_json,
+        "/kv_event_sources": shim.kv_event_sources,
+        "/kv_snapshot": shim.kv_snapshot,
+    }
+    for path, handler in posts.items():
+        app.add_api_route(path, handler, methods=["POST"], response_class=Response)
+    for path, handler in gets.items():
+        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
+    app.add_exception_handler(ApiError, _tell_api_error)
+    app.add_exception_handler(EngineStopped, _tell_stopped)
+    app.add_exception_handler(HTTPException, _tell_http_error)
+    app.add_exception_handler(Exception, _tell_bug)
+    return app
+
+
+class ShimApi:
+    """The handlers, one method per path."""
+
+    def __init__(self, model: ServedModel, ranks: Ranks, *, max_body_bytes: int) -> None:
+        self.model = model
+        self._ranks = ranks
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self._ids = itertools.count()
+        self._registry = CollectorRegistry()
+        self._registry.register(ShimCollector(ranks.engines, model_name=model.name))
+
+    # --- generation ---------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        asked = await self._read(request, api.ChatRequest)
+        text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
+        ids = await self._encode(text, add_special_tokens=False)
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        return self._generate(request, asked, prompts=[ids], max_tokens=max_tokens, shape=ChatShape)
+
+    async def complete(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        asked = await self._read(request, api.CompletionRequest)
+        if asked.echo:
+            raise ApiError("echo is not supported", param="echo")
+        prompts = [
+            await self._encode(prompt, add_special_tokens=asked.add_special_tokens)
+            if isinstance(prompt, str)
+            else self._known(prompt, param="prompt")
+            for prompt in api.prompts(asked.prompt)
+        ]
+        max_tokens = _COMPLETION_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        return self._generate(request, asked, prompts=prompts, max_tokens=max_tokens, shape=CompletionShape)
+
+    def _generate(
+        self,
+        request: Request,
+        asked: api.ChatRequest | api.CompletionRequest,
+        *,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        shape: type[ChatShape | CompletionShape],
+    ) -> Response:
+        self._check_model(asked.model)
+        wanted = api.wanted_rank(request.headers, asked.routed_dp_rank, ranks=len(self._ranks.engines))
+        requests = [self._request(asked, ids, max_tokens) for ids in prompts]
+        stops = asked.stops
+        engine = self._ranks.choose(wanted)
+        generation = Generation(engine, requests, tokenizer=self.model.tokenizer, stops=stops)
+        prefix = "chatcmpl" if shape is ChatShape else "cmpl"
+        worded = shape(
+            id=f"{prefix}-{request.headers.get('x-request-id') or uuid.uuid4().hex}",
+            model=self.model.name,
+            created=int(time.time()),
+            prompts=tuple(item.prompt for item in requests),
+            tells_token_ids=bool(asked.return_token_ids),
+            tells_usage=asked.includes_usage,
+        )
+        return GenerationResponse(generation, shape=worded, stream=bool(asked.stream))
+
+    def _request(
+        self,
+        asked: api.ChatRequest | api.CompletionRequest,
+        ids: Sequence[int],
+        max_tokens: int | None,
+    ) -> types.Request:
+        limit = self.model.max_context_tokens
+        if not ids:
+            raise ApiError("the prompt has no tokens", param="prompt")
+        if len(ids) + (max_tokens or 1) > limit:
+            raise ApiError(
+                f"This model's maximum context length is {limit} tokens. The prompt has {len(ids)} tokens and "
+                f"{max_tokens or 1} are asked for.",
+                code="context_length_exceeded",
+                param="messages" if isinstance(asked, api.ChatRequest) else "prompt",
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise ApiError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+        return types.Request(
+            id=str(next(self._ids)),
+            prompt=tuple(ids),
+            sampling=asked.sampling(max_tokens=limit - len(ids) if max_tokens is None else max_tokens),
+            namespace=asked.cache_salt or "",
+            arrival_seconds=time.perf_counter(),
+        )
+
+    # --- tokens -------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``: the ids a prompt or chat would be run with."""
+        asked = await self._read(request, api.TokenizeRequest)
+        self._check_model(asked.model)
+        if asked.messages is not None:
+            text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
+            ids = await self._encode(text, add_special_tokens=bool(asked.add_special_tokens))
+        elif asked.prompt is not None:
+            ids = await self._encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            raise ApiError("either prompt or messages is needed", param="prompt")
+        return _json({"count": len(ids), "max_model_len": self.model.max_context_tokens, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``: the text of token ids."""
+        asked = await self._read(request, api.DetokenizeRequest)
+        self._check_model(asked.model)
+        ids = self._known(asked.tokens, param="tokens")
+        return _json({"prompt": self.model.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """``GET /tokenizer_info``: the model's tokenizer_config with its chat template."""
+        return _json(dict(self.model.tokenizer_config))
+
+    async def tokenizer_json(self, _: Request) -> Response:
+        """``GET /tokenizer.json``: the fast tokenizer's file, so that a router needs no copy of its own."""
+        return Response(self.model.tokenizer.to_str(), media_type="application/json")
+
+    # --- cache --------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """``POST /reset_prefix_cache``: empty every rank's cache; false where requests hold pages."""
+        done = await asyncio.gather(*(engine.reset_cache() for engine in self._ranks.engines))
+        return _json({"success": all(done)})
+
+    async def kv_event_sources(self, _: Request) -> Response:
+        """``GET /kv_event_sources``: where each rank publishes, in vLLM's shape."""
+        return _json({str(engine.rank): _source(engine) for engine in self._ranks.engines})
+
+    async def kv_snapshot(self, request: Request) -> Response:
+        """``GET /kv_snapshot?dp_rank=N``: what is resident, and the sequence number it is true at."""
+        text = request.query_params.get("dp_rank", "0")
+        ranks = len(self._ranks.engines)
+        if not text.isdecimal() or int(text) >= ranks:
+            raise ApiError(f"dp_rank {text} is out of range [0, {ranks}).", param="dp_rank")
+        snapshot = await self._ranks.engines[int(text)].snapshot()
+        if snapshot is None:
+            raise ApiError("This shim publishes no cache events.", status=404, code="events_disabled")
+        content = await asyncio.to_thread(encode_snapshot, snapshot)
+        return Response(content, media_type="application/x-msgpack")
+
+    # --- operation ----------------------------------------------------------------------------------
+
+    async def models(self, _: Request) -> Response:
+        """``GET /v1/models``: the one model."""
+        entry = {"id": self.model.name, "object": "model", "created": self._created, "owned_by": "homing"}
+        entry |= {"root": self.model.name, "parent": None, "max_model_len": self.model.max_context_tokens}
+        return _json({"object": "list", "data": [entry]})
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``: 200 while every rank works."""
+        broken = [engine for engine in self._ranks.engines if not engine.accepts]
+        if broken:
+            why = ", ".join(f"rank {engine.rank}: {engine.failure or 'stopping'}" for engine in broken)
+            raise ApiError(why, status=503, code="engine_unavailable")
+        return Response()
+
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``: Prometheus text."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``."""
+        return _json({"version": self.model.version})
+
+    # --- shared steps -------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: type[_S]) -> _S:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            parts.append(part)
+        return api.decode(b"".join(parts), kind)
+
+    def _too_large(self) -> ApiError:
+        message = f"The body exceeds {self._max_body_bytes} bytes."
+        return ApiError(message, status=413, code="request_body_too_large")
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model.name):
+            message = f"The model `{name}` does not exist."
+            raise ApiError(message, status=404, code="model_not_found", param="model")
+
+    def _render(
+        self,
+        messages: Sequence[api.Message],
+        tools: Sequence[api.Message] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, object] | None,
+    ) -> str:
+        if self.model.template is None:
+            raise ApiError("This model has no chat template.", param="messages")
+        if not messages:
+            raise ApiError("messages is empty", param="messages")
+        return self.model.template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra or {}
+        )
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        encode = self.model.tokenizer.encode_batch_fast  # the batch call lets go of the interpreter lock
+        if len(text) < _LONG_TEXT_CHARS:
+            return encode([text], add_special_tokens=add_special_tokens)[0].ids
+        batch = await asyncio.to_thread(encode, [text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def _known(self, ids: list[int], *, param: str) -> list[int]:
+        if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_tokens):
+            raise ApiError(f"token ids must be in [0, {self.model.vocab_tokens})", param=param)
+        return ids
+
+
+def _source(engine: Engine) -> dict[str, object]:
+    publisher = engine.publisher
+    if publisher is None:
+        return {"enable_kv_cache_events": False, "publisher": "null", "engine": "homing-shim"}
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": publisher.endpoints.live,
+        "replay_endpoint": publisher.endpoints.replay,
+        "buffer_steps": BUFFER_BATCHES,
+        "hwm": HIGH_WATER_MARK,
+        "max_queue_size": HIGH_WATER_MARK,
+        "topic": TOPIC,
+        "epoch": publisher.epoch,
+        "snapshot_path": f"/kv_snapshot?dp_rank={engine.rank}",
+        "block_size": engine.layout.page_tokens,
+        "engine": "homing-shim",
+    }
+
+
+def _json(body: Mapping[str, object], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    content = msgspec.json.encode(body)
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+async def _tell_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    # A body that is not read to its end leaves the connection unusable.
+    headers = {"connection": "close"} if error.status == 413 else None
+    return _json(error.body(), status=error.status, headers=headers)
+
+
+async def _tell_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    told = ApiError(message, status=error.status_code, code=code)
+    return _json(told.body(), status=told.status, headers=error.headers)
+
+
+async def _tell_stopped(_: Request, error: Exception) -> Response:
+    return _json(ApiError(str(error), status=503, code="engine_unavailable").body(), status=503)
+
+
+async def _tell_bug(_: Request, __: Exception) -> Response:
+    told = ApiError("The shim failed on this request; its log has the cause.", status=500, code="internal_error")
+    return _json(told.body(), status=500)

@@ -1,0 +1,108 @@
+"""Every knob of the shim, with unit and default. Read by ``cli`` only and passed down in pieces.
+
+Order of precedence: command line, environment (``HOMING_SHIM__`` and the name in capitals), default. An unknown
+variable with that prefix or a bad value refuses to start and names the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+ENV_PREFIX = "HOMING_SHIM__"
+_Port = Annotated[int, Field(ge=0, le=65_535)]
+_Positive = Annotated[int, Field(ge=1)]
+
+
+class RunnerKind(StrEnum):
+    """What a forward pass is."""
+
+    TORCH = "torch"
+    SIM = "sim"
+
+
+class Device(StrEnum):
+    """Where torch computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    """What weights and cache are stored as."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LogLevel(StrEnum):
+    """The least serious line that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class SettingsError(Exception):
+    """A setting is unknown or has a bad value. The message names the key."""
+
+
+class ShimSettings(BaseModel):
+    """One shim process. A port of 0 lets the system choose; a rank's event ports count up from rank 0's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("needle", description="needle (built in), smollm2, or a Hugging Face directory.")
+    served_model_name: str | None = Field(None, description="Name in the API. Default: the model's.")
+    host: str = Field("127.0.0.1", description="Address to listen on, also for events.")
+    port: _Port = Field(8100, description="HTTP port.")
+    dp_size: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Ranks, each with a cache of its own.")
+    device: Device = Field(Device.CPU, description="Where torch computes.")
+    dtype: Dtype = Field(Dtype.FLOAT32, description="Weights and cache.")
+    threads: _Positive = Field(1, description="CPU threads of torch.")
+    runner: RunnerKind = Field(
+        RunnerKind.TORCH, description="sim: a timing model in place of the forward pass; needs no torch."
+    )
+    sim_prefill_rate: Annotated[float, Field(gt=0)] = Field(
+        20_000.0, description="sim: prompt tokens per second; inf for no time at all."
+    )
+    sim_decode_step: Annotated[float, Field(ge=0)] = Field(10.0, description="sim: milliseconds of a decode step.")
+    page_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Tokens in a cache page.")
+    pool_tokens: _Positive = Field(65_536, description="Cache of each rank, in tokens of full attention.")
+    window_pool_tokens: _Positive | None = Field(
+        None, description="Cache of each rank for sliding-window layers. Default: chosen from the other sizes."
+    )
+    max_running: _Positive = Field(64, description="Requests in one batch.")
+    chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
+    max_context_tokens: _Positive | None = Field(
+        None, description="Prompt and answer together. Default: the model's limit, or what the pool holds."
+    )
+    kv_events: bool = Field(True, description="Publish cache events.")
+    kv_events_port: _Port = Field(5557, description="Port of rank 0's events.")
+    replay_port: _Port = Field(5657, description="Port of rank 0's replays.")
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(64 << 20, description="Larger bodies get 413.")
+    shutdown_seconds: Annotated[float, Field(ge=0)] = Field(
+        10.0, description="How long running requests may go on after SIGTERM or Ctrl-C."
+    )
+    log_level: LogLevel = Field(LogLevel.INFO, description="Least serious line that is logged.")
+
+
+def load_settings(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ShimSettings:
+    """Merge command line over environment over defaults. Raises ``SettingsError`` that names each bad key."""
+    values: dict[str, object] = {}
+    for name, value in environment.items():
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower()
+            if key not in ShimSettings.model_fields:
+                raise SettingsError(f"{name}: no such setting")
+            values[key] = value
+    try:
+        return ShimSettings.model_validate({**values, **arguments})
+    except ValidationError as error:
+        faults = [f"{fault['loc'][0]}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()]
+        raise SettingsError("; ".join(faults)) from error
