@@ -1,0 +1,184 @@
+"""Images, compose file and Kubernetes manifest: valid by their schemas, and true of the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from router.options import parse
+from router.settings import ENV_PREFIX, Settings, load_settings
+
+Manifest = dict[str, Any]
+
+
+def tool(name: str, *arguments: str | Path) -> None:
+    """Run a checker of the virtual environment; its complaint is the failure's text."""
+    command = [str(Path(sysconfig.get_path("scripts")) / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def compose(deploy: Path) -> Manifest:
+    loaded: Manifest = yaml.safe_load((deploy / "compose.yaml").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def kubernetes(deploy: Path) -> dict[str, Manifest]:
+    """The documents by kind."""
+    documents = yaml.safe_load_all((deploy / "kubernetes/router.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def dockerfile_environment(path: Path) -> dict[str, str]:
+    """The variables that its last ENV sets."""
+    return dict(re.findall(r"(?:^ENV|^\s{4})\s*(\w+)=(\S+)", path.read_text(), re.MULTILINE))
+
+
+# --- by their schemas ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["router", "shim"])
+def test_hadolint_finds_nothing(deploy: Path, name: str) -> None:
+    """Both Dockerfiles pass hadolint with no rule switched off."""
+    path = deploy / f"docker/{name}.Dockerfile"
+    tool("hadolint", path)
+    assert "hadolint ignore" not in path.read_text()
+
+
+def test_compose_file_fits_the_compose_specification(deploy: Path) -> None:
+    """`compose.yaml` is valid by the Compose Specification's JSON schema."""
+    tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", deploy / "compose.yaml")
+
+
+def test_kubernetes_manifest_is_strictly_valid(deploy: Path) -> None:
+    """Every document is valid by Kubernetes' API schemas, with no key that the API does not know."""
+    tool("kubernetes-validate", "--strict", deploy / "kubernetes/router.yaml")
+
+
+# --- true of the code ----------------------------------------------------------------------------
+
+
+def test_compose_starts_the_router_with_settings_that_it_knows(compose: Manifest, deploy: Path) -> None:
+    """Flags, variables and file of compose and of the image make valid settings, and the ports published are theirs."""
+    router = compose["services"]["router"]
+    mounts = dict(volume.split(":")[:2][::-1] for volume in router["volumes"])
+    arguments = [str(deploy / mounts[part]) if part in mounts else part for part in router["command"]]
+    assert parse(arguments).workers
+
+    environment = dockerfile_environment(deploy / "docker/router.Dockerfile")
+    assert any(name.startswith(ENV_PREFIX) for name in environment)
+    settings = load_settings(environ=environment, config=deploy / "router.yaml")
+    assert (settings.server.host, settings.admin.host) == ("0.0.0.0", "0.0.0.0")
+    assert router["ports"] == [
+        f"{settings.server.port}:{settings.server.port}",
+        f"127.0.0.1:{settings.admin.port}:{settings.admin.port}",
+    ]
+    assert float(router["stop_grace_period"].rstrip("s")) > settings.server.shutdown_seconds
+
+
+def test_compose_publishes_only_the_data_port(compose: Manifest) -> None:
+    """Every published port but the router's data port is bound to loopback."""
+    published = [port for service in compose["services"].values() for port in service.get("ports", ())]
+    assert [port for port in published if not port.startswith("127.0.0.1:")] == ["8000:8000"]
+
+
+def test_compose_router_and_prometheus_name_services_that_exist(compose: Manifest, deploy: Path) -> None:
+    """The workers of the router and the targets of Prometheus are services of the compose file."""
+    scrape = yaml.safe_load((deploy / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scrape for config in job["static_configs"] for target in config["targets"]]
+    workers = load_settings(environ={}, config=deploy / "router.yaml").workers
+    hosts = {target.split(":")[0] for target in targets} | {
+        worker.url.removeprefix("http://").split(":")[0] for worker in workers
+    }
+    assert hosts == {"router", "shim-a", "shim-b"}
+    assert hosts <= compose["services"].keys()
+
+
+def test_every_service_has_a_health_check(compose: Manifest, deploy: Path) -> None:
+    """Each container is checked: by compose, or by the image that this repository builds."""
+    for name, service in compose["services"].items():
+        if "build" in service:
+            assert "\nHEALTHCHECK " in (deploy.parent / service["build"]["dockerfile"]).read_text(), name
+        else:
+            assert service["healthcheck"]["test"], name
+
+
+def test_the_shim_is_started_with_flags_that_it_has(compose: Manifest, deploy: Path) -> None:
+    """Every flag that compose or the image passes to `homing shim` is in its help."""
+    command = [sys.executable, "-m", "router.cli", "shim", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    image = re.findall(r"--[\w-]+", (deploy / "docker/shim.Dockerfile").read_text().rpartition("\nCMD")[2])
+    given = {part for part in (*compose["services"]["shim-a"]["command"], *image) if part.startswith("--")}
+    assert given >= {"--dp-size", "--host"}
+    assert given <= set(re.findall(r"--[\w-]+", shown))
+
+
+def config_map_settings(kubernetes: dict[str, Manifest], tmp_path: Path) -> Settings:
+    path = tmp_path / "router.yaml"
+    path.write_text(kubernetes["ConfigMap"]["data"]["router.yaml"])
+    return load_settings(environ={}, config=path)
+
+
+def test_kubernetes_config_map_holds_settings_that_the_router_knows(
+    kubernetes: dict[str, Manifest], tmp_path: Path
+) -> None:
+    """The ConfigMap's file is accepted, binds both doors to the pod's address, and the container's ports are theirs."""
+    settings = config_map_settings(kubernetes, tmp_path)
+    assert (settings.server.host, settings.admin.host, settings.log_format) == ("0.0.0.0", "0.0.0.0", "json")
+    pod = kubernetes["Deployment"]["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    assert ports == {"http": settings.server.port, "admin": settings.admin.port}
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(settings.admin.port)
+
+
+def test_kubernetes_gives_a_drain_the_time_it_takes(kubernetes: dict[str, Manifest], tmp_path: Path) -> None:
+    """The grace period exceeds the preStop sleep and the drain together: no stream is killed that the drain allows."""
+    pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
+    sleep, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    drain_seconds = config_map_settings(kubernetes, tmp_path).server.shutdown_seconds
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + drain_seconds
+
+
+def pod_containers(kubernetes: dict[str, Manifest]) -> Iterator[Manifest]:
+    yield from kubernetes["Deployment"]["spec"]["template"]["spec"]["containers"]
+
+
+def test_kubernetes_pod_is_confined(kubernetes: dict[str, Manifest]) -> None:
+    """Not root, nothing writable but /tmp, no capability, no service links, no token, bounded in memory and CPU."""
+    pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
+    assert pod["enableServiceLinks"] is False
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    for container in pod_containers(kubernetes):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"].keys() == {"cpu", "memory"}
+        writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+        assert writable == ["/tmp"]
+
+
+def test_the_images_user_is_the_pods(kubernetes: dict[str, Manifest], deploy: Path) -> None:
+    """The pod runs as the user whom the image creates."""
+    pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
+    (user,) = re.findall(r"^USER (\d+):\d+$", (deploy / "docker/router.Dockerfile").read_text(), re.MULTILINE)
+    assert pod["securityContext"]["runAsUser"] == int(user)
+
+
+def test_one_name_selects_the_pods(kubernetes: dict[str, Manifest]) -> None:
+    """Service, disruption budget, network policy and deployment select the labels that the pod carries."""
+    labels = kubernetes["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert kubernetes["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert kubernetes["Service"]["spec"]["selector"] == labels
+    assert kubernetes["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    assert kubernetes["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
