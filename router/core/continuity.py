@@ -1,0 +1,342 @@
+"""Is the picture of a rank's cache whole? A state machine over its numbered messages, and what to do when it is not.
+
+    advance(state, event) -> (state, actions)
+
+A rank's publisher numbers its messages from 0. The picture is whole while they are applied one after the other.
+Ways it breaks, and the way back:
+
+- **Gap.** Ask a replay from the missing message; live messages are held meanwhile and applied after it.
+- **Restart.** The numbers run backwards, or the epoch is another one: throw the picture away, begin anew.
+- **Late join, damage, a replay that does not reach back**: begin anew.
+
+To begin anew is to ask for a snapshot where the rank offers one, else for a replay from 0, else to apply what follows:
+an empty picture plus an unbroken run of messages claims nothing that is not there.
+
+The publisher could have restarted unseen inside a gap. So a replay begins one message *early*, at the last one applied:
+only if that message comes back with its epoch, or with the timestamp it had, is it the same publisher.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from router.core.continuity_types import (
+    Action,
+    Apply,
+    AskFailed,
+    AskReplay,
+    AskSnapshot,
+    Cause,
+    Clear,
+    Damaged,
+    Event,
+    Joined,
+    Load,
+    Message,
+    Quiet,
+    ReplayDone,
+    ReplayEnd,
+    ReplayPart,
+    ReplayResult,
+    Restarted,
+    SnapshotTaken,
+)
+from router.wire.kv_events import EventBatch, Snapshot
+
+#: Live messages held during a replay or snapshot. More than this and the picture begins with what is held.
+HOLD_LIMIT = 4096
+_EPOCHS_REMEMBERED = 8
+
+
+class Phase(StrEnum):
+    """What the state machine waits for."""
+
+    LIVE = "live"  # the next message
+    REPLAYING = "replaying"  # the parts of a replay
+    SNAPSHOT = "snapshot"  # a snapshot
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Continuity:
+    """Where one rank's stream stands. ``expected`` is the next sequence number to apply; None: no picture yet."""
+
+    has_replay: bool
+    has_snapshot: bool
+    phase: Phase = Phase.LIVE
+    expected: int | None = None
+    live_next: int | None = None
+    epoch: str | None = None
+    past_epochs: tuple[str, ...] = ()
+    last_timestamp: float | None = None
+    ticket: int = 0
+    asked_at: int | None = None  # ``expected`` when the open replay was asked for
+    is_verified: bool = True  # the open replay is known to come from the publisher of the picture
+    held: tuple[tuple[int, EventBatch], ...] = ()  # by sequence, none below ``expected``
+
+
+Step = tuple[Continuity, list[Action]]
+
+
+def advance(state: Continuity, event: Event) -> Step:
+    """The next state, and what to do about it. Pure; the only way to change a state."""
+    match event:
+        case Message():
+            return _message(state, event)
+        case ReplayPart():
+            return _replay_part(state, event) if _is_open(state, Phase.REPLAYING, event.ticket) else (state, [])
+        case ReplayEnd():
+            return _replay_end(state) if _is_open(state, Phase.REPLAYING, event.ticket) else (state, [])
+        case SnapshotTaken():
+            return _snapshot(state, event.snapshot) if _is_open(state, Phase.SNAPSHOT, event.ticket) else (state, [])
+        case AskFailed():
+            return _ask_failed(state) if state.phase is not Phase.LIVE and state.ticket == event.ticket else (state, [])
+        case Damaged():
+            if event.ticket is None or _is_open(state, Phase.REPLAYING, event.ticket):
+                return _damaged(state, event)
+            return state, []
+        case Joined():
+            return _joined(state)
+        case Quiet():
+            can_ask = state.phase is Phase.LIVE and state.has_replay and state.expected is not None
+            return _ask_replay(state, Cause.CHECK) if can_ask else (state, [])
+        case Restarted():
+            return _begin_anew(state, Cause.RESTART, held=())
+
+
+def _is_open(state: Continuity, phase: Phase, ticket: int) -> bool:
+    return state.phase is phase and state.ticket == ticket
+
+
+# --- live messages --------------------------------------------------------------------------------
+
+
+def _message(state: Continuity, event: Message) -> Step:
+    sequence, batch = event.sequence, event.batch
+    if batch.epoch is not None and batch.epoch in state.past_epochs:
+        return state, []
+    if _is_restart(state, event):
+        return _new_publisher(state, batch.epoch, held=((sequence, batch),), live_next=sequence + 1)
+    state = replace(state, live_next=sequence + 1, epoch=batch.epoch or state.epoch)
+    if state.expected is not None and sequence < state.expected:
+        return state, []  # a replay or snapshot brought it before
+    state = _hold(state, sequence, batch)
+    if state.phase is not Phase.LIVE:
+        return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
+    if state.expected is None:
+        if sequence == 0 or not (state.has_replay or state.has_snapshot):
+            return _settle(state, [])
+        return _begin_anew(state, Cause.JOIN, held=state.held)
+    if sequence == state.expected:
+        return _drain(state)
+    return _ask_missing(state)
+
+
+def _is_restart(state: Continuity, event: Message) -> bool:
+    epoch = event.batch.epoch
+    if epoch is not None and state.epoch is not None:
+        return epoch != state.epoch
+    if state.live_next is not None and event.sequence < state.live_next:
+        return True
+    # The live stream may lag behind what a replay brought. Such a message is not newer than the picture.
+    is_behind = state.expected is not None and event.sequence < state.expected
+    return is_behind and state.last_timestamp is not None and event.batch.timestamp > state.last_timestamp
+
+
+def _ask_missing(state: Continuity) -> Step:
+    """A gap lies before what is held: ask for what is missing, or go on without it."""
+    assert state.expected is not None
+    if state.has_replay:
+        return _ask_replay(state, Cause.GAP)
+    return _begin_anew(state, Cause.GAP, held=state.held)
+
+
+def _joined(state: Continuity) -> Step:
+    if state.phase is not Phase.LIVE:
+        return state, []  # the open ask answers the same question
+    if state.expected is None:
+        return _begin_anew(state, Cause.JOIN, held=state.held)
+    if state.has_replay:
+        return _ask_replay(state, Cause.CHECK)
+    return _begin_anew(state, Cause.CHECK, held=())
+
+
+# --- replays --------------------------------------------------------------------------------------
+
+
+def _ask_replay(state: Continuity, cause: Cause) -> Step:
+    """Ask from the last message applied on."""
+    start = max(0, (state.expected or 0) - 1)
+    state = replace(
+        state,
+        phase=Phase.REPLAYING,
+        ticket=state.ticket + 1,
+        asked_at=state.expected,
+        is_verified=not state.expected,
+    )
+    return state, [AskReplay(start=start, ticket=state.ticket, cause=cause)]
+
+
+def _replay_part(state: Continuity, event: ReplayPart) -> Step:
+    sequence, batch = event.sequence, event.batch
+    if batch.epoch is not None and batch.epoch in state.past_epochs:
+        return state, []
+    if batch.epoch is not None and state.epoch is not None and batch.epoch != state.epoch:
+        return _new_publisher(state, batch.epoch, held=(), live_next=None)
+    state = replace(state, epoch=batch.epoch or state.epoch)
+    if state.expected is not None and sequence < state.expected:
+        if state.is_verified or sequence != state.expected - 1:
+            return state, []
+        if batch.epoch is None and state.last_timestamp not in (None, batch.timestamp):
+            return _new_publisher(state, batch.epoch, held=(), live_next=None)
+        return _drain(replace(state, is_verified=True))
+    state = _hold(state, sequence, batch)
+    if state.expected is None and sequence == 0:
+        state = replace(state, expected=0)
+    return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
+
+
+def _replay_end(state: Continuity) -> Step:
+    if not state.is_verified:
+        step = _begin_anew(state, Cause.REPLAY, held=())
+        return _after([ReplayDone(ReplayResult.INCOMPLETE)], step)
+    if state.expected is None or not state.held:
+        return _settle(state, [ReplayDone(ReplayResult.WHOLE)])
+    if state.expected != state.asked_at:  # it brought something, and since then a live message was lost
+        return _after([ReplayDone(ReplayResult.WHOLE)], _ask_replay(state, Cause.GAP))
+    return _after([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
+
+
+def _ask_failed(state: Continuity) -> Step:
+    done: list[Action] = [ReplayDone(ReplayResult.FAILED)] if state.phase is Phase.REPLAYING else []
+    if state.phase is Phase.SNAPSHOT and state.has_replay:
+        return _ask_replay(replace(state, expected=None), Cause.SNAPSHOT)
+    if state.phase is Phase.REPLAYING and state.expected is None:
+        return _settle(state, done)  # the last resort failed, too
+    return _after(done, _give_up(state, Cause.REPLAY if done else Cause.SNAPSHOT))
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+def _snapshot(state: Continuity, snapshot: Snapshot) -> Step:
+    epoch = snapshot.batch.epoch
+    if epoch is not None and epoch in state.past_epochs:
+        return _ask_failed(state)
+    held = tuple((sequence, batch) for sequence, batch in state.held if sequence > snapshot.sequence)
+    if epoch is not None and epoch != state.epoch:
+        held = tuple((sequence, batch) for sequence, batch in held if batch.epoch == epoch)
+        state = replace(_renamed(state, epoch), live_next=None)
+    state = replace(
+        state, phase=Phase.LIVE, expected=snapshot.sequence + 1, held=held, last_timestamp=None, is_verified=True
+    )
+    state, actions = _drain(state)
+    actions.insert(0, Load(snapshot))
+    if state.held:
+        return _after(actions, _ask_missing(state))
+    return state, actions
+
+
+# --- beginning anew -------------------------------------------------------------------------------
+
+
+def _new_publisher(
+    state: Continuity, epoch: str | None, *, held: tuple[tuple[int, EventBatch], ...], live_next: int | None
+) -> Step:
+    state = replace(_renamed(state, epoch), live_next=live_next)
+    return _begin_anew(state, Cause.RESTART, held=held)
+
+
+def _renamed(state: Continuity, epoch: str | None) -> Continuity:
+    """The state under another publisher; messages of the old one that still arrive will be dropped."""
+    past = state.past_epochs
+    if state.epoch is not None and state.epoch != epoch:
+        past = (*past, state.epoch)[-_EPOCHS_REMEMBERED:]
+    return replace(state, epoch=epoch, past_epochs=past)
+
+
+def _begin_anew(state: Continuity, cause: Cause, *, held: tuple[tuple[int, EventBatch], ...]) -> Step:
+    """No picture. ``held`` is what is surely of this publisher and counts once the rest is here."""
+    actions: list[Action] = [] if cause is Cause.JOIN else [Clear(cause)]
+    state = replace(state, expected=None, last_timestamp=None, held=held, is_verified=True, asked_at=None)
+    if held and held[0][0] == 0:
+        return _settle(state, actions)
+    if state.has_snapshot:
+        state = replace(state, phase=Phase.SNAPSHOT, ticket=state.ticket + 1)
+        return state, [*actions, AskSnapshot(ticket=state.ticket, cause=cause)]
+    if state.has_replay:
+        return _after(actions, _ask_replay(state, cause))
+    return _settle(state, actions)
+
+
+def _give_up(state: Continuity, cause: Cause) -> Step:
+    """What is missing cannot be had one by one: a snapshot, or an empty picture and what is held."""
+    if state.phase is Phase.REPLAYING and state.asked_at is not None and state.has_snapshot:
+        return _begin_anew(state, cause, held=())
+    return _settle(replace(state, expected=None, last_timestamp=None), [Clear(cause)])
+
+
+def _overflow(state: Continuity) -> Step:
+    """Too much is held. A replay into an empty picture has shown its beginning by now; anything else is given up."""
+    if state.phase is Phase.REPLAYING and state.expected is None:
+        return _drain(replace(state, expected=state.held[0][0]))
+    return _settle(replace(state, expected=None, last_timestamp=None), [Clear(Cause.OVERFLOW)])
+
+
+def _damaged(state: Continuity, event: Damaged) -> Step:
+    """What a damaged message said is unknown, so all before it is, too."""
+    after = None if event.sequence is None else event.sequence + 1
+    if event.ticket is not None:
+        held = tuple(item for item in state.held if after is not None and item[0] >= after)
+        if state.expected is not None and after is not None and after <= state.expected:
+            return state, []
+        state = replace(state, expected=after, last_timestamp=None, held=held, is_verified=True)
+        return _after([Clear(Cause.DAMAGE)], _drain(state))
+    state = replace(state, expected=after, live_next=after, last_timestamp=None, held=(), ticket=state.ticket + 1)
+    if state.has_snapshot:
+        return _begin_anew(state, Cause.DAMAGE, held=())
+    return replace(state, phase=Phase.LIVE, is_verified=True), [Clear(Cause.DAMAGE)]
+
+
+# --- holding and applying -------------------------------------------------------------------------
+
+
+def _hold(state: Continuity, sequence: int, batch: EventBatch) -> Continuity:
+    at = bisect_left(state.held, sequence, key=lambda item: item[0])
+    if at < len(state.held) and state.held[at][0] == sequence:
+        return state
+    return replace(state, held=(*state.held[:at], (sequence, batch), *state.held[at:]))
+
+
+def _drain(state: Continuity) -> Step:
+    """Apply what is held and follows without a gap."""
+    expected, timestamp = state.expected, state.last_timestamp
+    if expected is None or not state.is_verified:
+        return state, []
+    actions: list[Action] = []
+    for sequence, batch in state.held:
+        if sequence != expected:
+            break
+        actions.append(Apply(batch))
+        expected, timestamp = sequence + 1, batch.timestamp
+    return replace(state, expected=expected, last_timestamp=timestamp, held=state.held[len(actions) :]), actions
+
+
+def _settle(state: Continuity, actions: list[Action]) -> Step:
+    """Be live. Without a picture, begin with the last unbroken run of what is held: only that surely still holds."""
+    state = replace(state, phase=Phase.LIVE, asked_at=None, is_verified=True)
+    if state.expected is None and state.held:
+        start = len(state.held) - 1
+        while start and state.held[start - 1][0] == state.held[start][0] - 1:
+            start -= 1
+        state = replace(state, expected=state.held[start][0], held=state.held[start:])
+    return _after(actions, _drain(state))
+
+
+def _after(first: list[Action], step: Step) -> Step:
+    state, actions = step
+    return state, [*first, *actions]

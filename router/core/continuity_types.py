@@ -1,0 +1,148 @@
+"""What happens to a rank's event stream, and what is done about it: the nouns of ``continuity``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.wire.kv_events import EventBatch, Snapshot
+
+
+class Cause(StrEnum):
+    """Why messages are asked for again, or a picture is thrown away. A label of ``homing_kv_resyncs_total``."""
+
+    JOIN = "join"
+    CHECK = "check"  # the connection was made again, or nothing came for long: is the tail whole?
+    GAP = "gap"
+    RESTART = "restart"
+    REPLAY = "replay"  # a replay failed or did not reach back far enough
+    SNAPSHOT = "snapshot"  # a snapshot could not be had
+    DAMAGE = "damage"
+    OVERFLOW = "overflow"  # more was held than may be
+
+
+class ReplayResult(StrEnum):
+    """How a replay ended. A label of ``homing_kv_event_replays_total``."""
+
+    WHOLE = "whole"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+
+
+# --- events: what happened to the streams ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The subscription is connected, for the first time or again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Nothing came for long. Was the last message lost?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A live message."""
+
+    sequence: int
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A live message, or part of replay ``ticket``, that could not be decoded."""
+
+    sequence: int | None
+    ticket: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPart:
+    """One message of the replay asked for with ``ticket``."""
+
+    ticket: int
+    sequence: int
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEnd:
+    """The replay's end marker came."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """A snapshot came."""
+
+    ticket: int
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class AskFailed:
+    """A replay or snapshot did not come in time, or broke."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """Somebody else knows that the worker is a new process."""
+
+
+Event = Joined | Quiet | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted
+
+
+# --- actions: what the shell must do, in this order -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Enter these events into the index."""
+
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Replace the rank's picture by this snapshot."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget the rank's picture."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Ask for the messages from ``start`` on; answers carry ``ticket``. Replaces any ask still open."""
+
+    start: int
+    ticket: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Ask for a snapshot; the answer carries ``ticket``. Replaces any ask still open."""
+
+    ticket: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayDone:
+    """A replay is over; for the metrics."""
+
+    result: ReplayResult
+
+
+Action = Apply | Load | Clear | AskReplay | AskSnapshot | ReplayDone

@@ -1,0 +1,286 @@
+"""All that is known of the ranks, in one place with one owner: status, index, load, pace, sessions.
+
+Registry, probes and event streams write it; the brain reads it and opens claims. Everything runs on the event loop,
+so a decision sees one consistent moment. No I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import Gauge
+
+from router.core.index import PrefixIndex
+from router.core.load import LoadBook
+from router.core.pace import PaceLearner, prior
+from router.core.seen import TextIndex
+from router.core.session import SessionTable
+from router.core.types import (
+    FleetView,
+    RankId,
+    RankLoad,
+    RankPace,
+    RankStatus,
+    RankView,
+    Residency,
+    SessionKey,
+    Trust,
+)
+from router.fleet.target import Target
+from router.settings import RoutingSettings
+from router.telemetry.metrics import Metrics
+from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Snapshot
+
+#: An index is shared by the ranks that serve the same models in blocks of the same size.
+IndexKey = tuple[frozenset[str], int]
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank that is known, with its live cells."""
+
+    slot: int
+    id: RankId
+    target: Target
+    models: frozenset[str]
+    status: RankStatus
+    pace: RankPace
+    learner: PaceLearner
+    load: RankLoad
+    trust: Trust = field(default_factory=Trust)
+    residency: Residency = field(default_factory=Residency)
+    pool_tokens: int | None = None
+    index: PrefixIndex | None = None
+    block_tokens: int | None = None
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Metric labels."""
+        return (self.id.worker, str(self.id.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A rank as the admin plane shows it."""
+
+    id: RankId
+    slot: int
+    status: RankStatus
+    models: tuple[str, ...]
+    inflight: int
+    waiting_tokens: int
+    prefill_tokens_per_second: float
+    trust_ratio: float
+    resident_blocks: int
+    block_tokens: int | None
+    pool_tokens: int | None
+
+
+class Fleet:
+    """The one writer of the routing state. ``view`` is replaced whenever a rank comes, goes or changes status."""
+
+    def __init__(self, settings: RoutingSettings, metrics: Metrics, *, clock: Callable[[], float]) -> None:
+        self.view = FleetView()
+        self.loads = LoadBook()
+        self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
+        self.texts = TextIndex()
+        self.clock = clock
+        self._settings = settings
+        self._metrics = metrics
+        self._members: dict[int, Member] = {}
+        self._indexes: dict[IndexKey, PrefixIndex] = {}
+        metrics.sessions.set_function(lambda: len(self.sessions))
+        metrics.index_entries.set_function(lambda: sum(map(len, self._indexes.values())))
+
+    # --- membership ---------------------------------------------------------------------------------
+
+    def add_rank(
+        self,
+        rank_id: RankId,
+        /,
+        *,
+        target: Target,
+        models: frozenset[str],
+        block_tokens: int | None,
+        pool_tokens: int | None,
+    ) -> int:
+        """Know a rank, PENDING at first. Returns its slot: the lowest that is free."""
+        slot = next(number for number in range(len(self._members) + 1) if number not in self._members)
+        pace = prior(self._settings.prefill_tokens_per_second)
+        member = Member(
+            slot=slot,
+            id=rank_id,
+            target=target,
+            models=models,
+            status=RankStatus.PENDING,
+            pace=pace,
+            learner=PaceLearner(pace),
+            load=self.loads.load(slot),
+            pool_tokens=pool_tokens,
+        )
+        self._members[slot] = member
+        if block_tokens is not None:
+            self._join_index(member, block_tokens)
+        self._watch(member)
+        self._publish()
+        return slot
+
+    def remove_rank(self, slot: int) -> None:
+        """Forget a rank with all it held, its load and its sessions."""
+        member = self._members.pop(slot)
+        if member.index is not None:
+            member.index.remove_rank(slot)
+        self.loads.forget(slot)
+        self.sessions.forget_slot(slot)
+        self.texts.forget(slot)
+        for gauge in self._gauges():
+            gauge.remove(*member.labels)
+        self._publish()
+
+    def set_status(self, slot: int, status: RankStatus) -> None:
+        """Change what a rank may be given. Setting what is set already does nothing."""
+        member = self._members[slot]
+        if member.status is not status:
+            member.status = status
+            self._publish()
+
+    def member(self, slot: int) -> Member:
+        """A known rank. Raises ``KeyError``."""
+        return self._members[slot]
+
+    def members(self) -> Sequence[Member]:
+        """All known ranks, by slot."""
+        return [self._members[slot] for slot in sorted(self._members)]
+
+    def indexes(self, model: str) -> Sequence[PrefixIndex]:
+        """The indexes whose ranks serve a model: one a block size."""
+        return [index for (models, _), index in self._indexes.items() if model in models]
+
+    # --- cache events -------------------------------------------------------------------------------
+
+    def apply(self, slot: int, batch: EventBatch, *, now: float) -> None:
+        """Bring a rank's events into its index."""
+        member = self._members[slot]
+        counts: dict[str, int] = {}
+        for event in batch.events:
+            name = type(event).__name__
+            counts[name] = counts.get(name, 0) + 1
+            if isinstance(event, BlockStored) and event.is_dense and event.block_tokens != member.block_tokens:
+                self._join_index(member, event.block_tokens)
+            if member.index is not None and isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
+                member.index.apply(slot, event)
+        for name, count in counts.items():
+            self._metrics.events.labels(*member.labels, name).inc(count)
+        self._measure(member)
+
+    def clear(self, slot: int, cause: str) -> None:
+        """Throw a rank's picture away: nothing stale is trusted."""
+        member = self._members[slot]
+        if member.index is not None:
+            member.index.clear(slot)
+        self.texts.forget(slot)
+        self._metrics.resyncs.labels(*member.labels, cause).inc()
+        self._measure(member)
+
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> None:
+        """Replace a rank's picture by what the rank itself says it holds."""
+        member = self._members[slot]
+        if member.index is not None:
+            member.index.clear(slot)
+        self.apply(slot, snapshot.batch, now=now)
+
+    def _join_index(self, member: Member, block_tokens: int) -> None:
+        if member.index is not None:
+            member.index.remove_rank(member.slot)
+        key = (member.models, block_tokens)
+        if key not in self._indexes:
+            self._indexes[key] = PrefixIndex(block_tokens=block_tokens, max_blocks=self._settings.max_index_blocks)
+        member.index = self._indexes[key]
+        member.block_tokens = block_tokens
+        member.index.add_rank(member.slot, domain=member.target.engine)
+        self._measure(member)
+
+    def _measure(self, member: Member) -> None:
+        if member.index is not None:
+            member.residency.tokens = member.index.blocks(member.slot) * member.index.block_tokens
+
+    # --- what others see ------------------------------------------------------------------------------
+
+    def ranks(self) -> list[RankInfo]:
+        """All ranks for the admin plane."""
+        return [
+            RankInfo(
+                id=member.id,
+                slot=member.slot,
+                status=member.status,
+                models=tuple(sorted(member.models)),
+                inflight=member.load.inflight,
+                waiting_tokens=member.load.waiting_tokens,
+                prefill_tokens_per_second=1.0 / (member.pace.factor * member.pace.token_seconds),
+                trust_ratio=member.trust.ratio,
+                resident_blocks=_blocks(member),
+                block_tokens=member.block_tokens,
+                pool_tokens=member.pool_tokens,
+            )
+            for member in self.members()
+        ]
+
+    def session_list(self, limit: int) -> list[tuple[str, SessionKey, RankId, float]]:
+        """The most recently used sessions: model, session, home, seconds since last use."""
+        now = self.clock()
+        recent = list(reversed(self.sessions.items()))[:limit]
+        return [
+            (model, key, self._members[binding.slot].id, now - binding.used_at)
+            for (model, key), binding in recent
+            if binding.slot in self._members
+        ]
+
+    def _publish(self) -> None:
+        self.view = FleetView(
+            ranks=tuple(
+                RankView(
+                    slot=member.slot,
+                    id=member.id,
+                    models=member.models,
+                    status=member.status,
+                    load=member.load,
+                    pace=member.pace,
+                    trust=member.trust,
+                    pool_tokens=member.pool_tokens,
+                    residency=member.residency,
+                )
+                for member in self.members()
+            ),
+            version=self.view.version + 1,
+        )
+
+    def _watch(self, member: Member) -> None:
+        """Let the rank's gauges read its live cells at each scrape."""
+        metrics, labels = self._metrics, member.labels
+        serving = (RankStatus.READY, RankStatus.DRAINING)
+        metrics.rank_up.labels(*labels).set_function(lambda: float(member.status in serving))
+        metrics.rank_inflight.labels(*labels).set_function(lambda: member.load.inflight)
+        metrics.rank_waiting_tokens.labels(*labels).set_function(lambda: member.load.waiting_tokens)
+        metrics.rank_pace.labels(*labels).set_function(lambda: 1.0 / (member.pace.factor * member.pace.token_seconds))
+        metrics.trust.labels(*labels).set_function(lambda: member.trust.ratio)
+        metrics.index_blocks.labels(*labels).set_function(lambda: _blocks(member))
+        metrics.index_orphans.labels(*labels).set_function(
+            lambda: member.index.orphans(member.slot) if member.index is not None else 0
+        )
+
+    def _gauges(self) -> Sequence[Gauge]:
+        metrics = self._metrics
+        return (
+            metrics.rank_up,
+            metrics.rank_inflight,
+            metrics.rank_waiting_tokens,
+            metrics.rank_pace,
+            metrics.trust,
+            metrics.index_blocks,
+            metrics.index_orphans,
+        )
+
+
+def _blocks(member: Member) -> int:
+    return member.index.blocks(member.slot) if member.index is not None else 0

@@ -1,0 +1,300 @@
+"""The decision side of the data plane: what a request is, where it goes, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.core.cost import CostParameters
+from router.core.index import PrefixIndex
+from router.core.load import Claim
+from router.core.pace import judge
+from router.core.policy import make_policy
+from router.core.provisional import Ticket
+from router.core.seen import SeenPrefixes
+from router.core.session import identify
+from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
+from router.errors import NotFound, NoWorker
+from router.fleet.fleet import Fleet, Member
+from router.proxy.tokenization import PromptTokenizer
+from router.proxy.types import Attempt, Outcome
+from router.settings import RoutingSettings
+from router.telemetry.metrics import Metrics
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.openai import Endpoint, InferenceRequest, Usage
+
+#: After a request has ended its blocks still count for so long: the engine's events may be that late.
+PROVISIONAL_SECONDS = 2.0
+#: Without a tokenizer: text is keyed in blocks of this many bytes, and a token is taken for four of them.
+TEXT_BLOCK_BYTES = 256
+BYTES_A_TOKEN = 4
+#: Bodies larger than this are tokenized off the event loop.
+_INLINE_BYTES = 64 * 1024
+_ASSUMED_OUTPUT_TOKENS = 256
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request keyed once, for any number of attempts. ``tokens`` is None where only text is known."""
+
+    model: str
+    session: SessionKey | None
+    tokens: array[int] | None
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+    text_keys: Sequence[int] = ()
+    ideal_tokens: int = 0
+    _keys: dict[int, Sequence[int]] = field(default_factory=dict)
+
+    def keys(self, block_tokens: int) -> Sequence[int]:
+        """Chain keys of the prompt in blocks of this size; empty without tokens."""
+        if self.tokens is None:
+            return ()
+        if block_tokens not in self._keys:
+            self._keys[block_tokens] = block_keys(self.tokens, block_tokens=block_tokens, parent=self.seed)
+        return self._keys[block_tokens]
+
+
+class RouterBrain:
+    """Implements ``proxy.types.Brain`` over a ``Fleet``."""
+
+    def __init__(self, fleet: Fleet, *, settings: RoutingSettings, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._metrics = metrics
+        self._policy = make_policy(settings.policy, CostParameters(move_weight=settings.move_weight))
+        self._rng = random.Random(settings.seed)
+        self._tokenizers: dict[str, PromptTokenizer] = {}
+        self._aliases: dict[str, str] = {}
+        self._seen = SeenPrefixes()
+        self._expiring: deque[tuple[float, PrefixIndex, Ticket]] = deque()
+
+    # --- what the router knows of models ------------------------------------------------------------
+
+    def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
+        """Key this model's prompts by tokens from now on."""
+        self._tokenizers[model] = tokenizer
+
+    def has_tokenizer(self, model: str) -> bool:
+        """Whether prompts of this model are keyed by tokens."""
+        return model in self._tokenizers
+
+    def set_alias(self, alias: str, model: str) -> None:
+        """Another name clients may use. The worker must accept it too: bodies are not rewritten."""
+        self._aliases[alias] = model
+
+    def models(self) -> list[str]:
+        """Names of the models that a known worker serves, sorted."""
+        return sorted({model for member in self._fleet.members() for model in member.models})
+
+    def model_list(self) -> bytes:
+        """The JSON answer of ``GET /v1/models``: the union over workers."""
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "homing"} for name in self.models()]
+        return json.dumps({"object": "list", "data": cards}).encode()
+
+    def ready(self) -> bool:
+        """Some rank can take a request."""
+        return any(rank.status is RankStatus.READY for rank in self._fleet.view.ranks)
+
+    # --- a request ------------------------------------------------------------------------------------
+
+    async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
+        """Recognise the session and key the prompt. Raises ``NotFound`` for a model nobody serves."""
+        model = self._aliases.get(request.model, request.model)
+        members = self._fleet.members()
+        if not any(model in member.models for member in members):
+            if not members:
+                raise NoWorker("No worker is registered yet.")
+            raise NotFound(
+                f"The model {request.model!r} does not exist or no worker serves it.",
+                code="model_not_found",
+                param="model",
+            )
+        session = identify(headers, request.fields, tenant=tenant, first=self._settings.session_headers)
+        tokenizer = self._tokenizers.get(model)
+        with self._metrics.tokenize_seconds.time():
+            if tokenizer is None:
+                tokens = None
+            elif len(request.body) > _INLINE_BYTES:
+                tokens = await asyncio.to_thread(tokenizer.encode, request)
+            else:
+                tokens = tokenizer.encode(request)
+        salt = request.fields.get("cache_salt")
+        prepared = PreparedRequest(
+            model=model,
+            session=session,
+            tokens=tokens,
+            prompt_tokens=len(tokens) if tokens is not None else max(1, len(request.body) // BYTES_A_TOKEN),
+            output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
+            seed=namespace_seed("", salt if isinstance(salt, str) else ""),
+        )
+        if tokens is None:
+            prepared.text_keys = _text_keys(request, model=model, seed=prepared.seed)
+        self._metrics.prompts.labels("tokens" if tokens is not None else "text").inc()
+        prepared.ideal_tokens = self._ideal_tokens(prepared)
+        return prepared
+
+    def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
+        """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
+        fleet = self._fleet
+        now = fleet.clock()
+        with self._metrics.decision_seconds.time():
+            self._expire(now)
+            request = RouteRequest(
+                model=prepared.model,
+                prompt_tokens=prepared.prompt_tokens,
+                output_tokens=prepared.output_tokens,
+                reusable_tokens=self._reusable(prepared),
+                session=prepared.session,
+                home=fleet.sessions.home(prepared.model, prepared.session, now=now) if prepared.session else None,
+                exclude=exclude,
+            )
+            decision = self._policy(fleet.view, request, self._rng, now)
+        if decision is None:
+            raise NoWorker(
+                "No other worker is left to try." if exclude else f"No worker is ready for {prepared.model!r} now."
+            )
+        self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
+        member = fleet.member(decision.slot)
+        return Attempt(target=member.target, decision=decision, lease=self._open(prepared, decision, member, now=now))
+
+    def _reusable(self, prepared: PreparedRequest) -> Mapping[int, int]:
+        if prepared.tokens is None:
+            sent = self._fleet.texts.blocks_sent(prepared.text_keys)
+            return {slot: blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN for slot, blocks in sent.items()}
+        reusable: dict[int, int] = {}
+        for index in self._fleet.indexes(prepared.model):
+            keys = prepared.keys(index.block_tokens)
+            reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
+        return reusable
+
+    def _open(self, prepared: PreparedRequest, decision: Decision, member: Member, *, now: float) -> _Lease:
+        fleet = self._fleet
+        claim = fleet.loads.open(
+            decision.slot,
+            prompt_tokens=prepared.prompt_tokens,
+            prefill_tokens=prepared.prompt_tokens - decision.expected_cached_tokens,
+            seconds=decision.expected_prefill_seconds,
+            now=now,
+        )
+        if prepared.session is not None:
+            fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
+        entry = None
+        if prepared.tokens is None:
+            fleet.texts.add(decision.slot, prepared.text_keys)
+        elif (index := member.index) is not None:
+            new = prepared.keys(index.block_tokens)[decision.expected_cached_tokens // index.block_tokens :]
+            tail_blocks = index.tail_blocks(decision.slot)
+            entry = (index, index.provisional.add(decision.slot, new, tail_blocks=tail_blocks))
+        return _Lease(self, prepared, decision, member, claim, entry)
+
+    def _ideal_tokens(self, prepared: PreparedRequest) -> int:
+        """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
+        indexes = self._fleet.indexes(prepared.model)
+        if prepared.tokens is None or not indexes:
+            return 0
+        block_tokens = min(index.block_tokens for index in indexes)
+        keys = prepared.keys(block_tokens)
+        seen = self._seen.blocks_seen(keys)
+        self._seen.add(keys[seen:])
+        return min(seen, (prepared.prompt_tokens - 1) // block_tokens) * block_tokens
+
+    def _expire(self, now: float) -> None:
+        while self._expiring and self._expiring[0][0] <= now:
+            _, index, ticket = self._expiring.popleft()
+            index.provisional.drop(ticket)
+
+    # --- called by leases -------------------------------------------------------------------------------
+
+    def _first_byte(self, lease: _Lease) -> None:
+        served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
+        if served is not None and lease.prepared.tokens is not None:
+            lease.member.learner.observe(
+                served_seconds=served,
+                uncached_tokens=lease.claim.prefill_tokens,
+                context_tokens=lease.prepared.prompt_tokens,
+            )
+
+    def _close(self, lease: _Lease, outcome: Outcome, usage: Usage | None) -> None:
+        now = self._fleet.clock()
+        prepared = lease.prepared
+        self._fleet.loads.close(lease.claim, now=now)
+        if prepared.session is not None:
+            self._fleet.sessions.finish(prepared.model, prepared.session, now=now)
+        if lease.entry is not None:
+            index, ticket = lease.entry
+            if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
+                self._expiring.append((now + PROVISIONAL_SECONDS, index, ticket))
+            else:
+                index.provisional.drop(ticket)
+        if outcome is Outcome.OK and usage is not None and usage.cached_tokens is not None:
+            self._compare(lease, usage, actual_tokens=usage.cached_tokens)
+
+    def _compare(self, lease: _Lease, usage: Usage, *, actual_tokens: int) -> None:
+        metrics, member, decision = self._metrics, lease.member, lease.decision
+        labels = member.labels
+        predicted = decision.expected_cached_tokens
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.cached_tokens.labels(*labels).inc(actual_tokens)
+        metrics.predicted_tokens.labels(*labels).inc(predicted)
+        metrics.best_tokens.labels(*labels).inc(decision.best_cached_tokens)
+        metrics.ideal_tokens.labels(*labels).inc(lease.prepared.ideal_tokens)
+        if actual_tokens != predicted:
+            metrics.mispredicted.labels(*labels, "over" if predicted > actual_tokens else "under").inc()
+        if lease.prepared.tokens is not None:
+            judge(
+                member.trust,
+                predicted_tokens=predicted,
+                actual_tokens=actual_tokens,
+                slack_tokens=member.block_tokens or 0,
+            )
+
+
+class _Lease:
+    """One attempt's claim on a rank; see ``proxy.types.Lease``."""
+
+    __slots__ = ("_brain", "_open", "claim", "decision", "entry", "member", "prepared")
+
+    def __init__(
+        self,
+        brain: RouterBrain,
+        prepared: PreparedRequest,
+        decision: Decision,
+        member: Member,
+        claim: Claim,
+        entry: tuple[PrefixIndex, Ticket] | None,
+    ) -> None:
+        self._brain = brain
+        self._open = True
+        self.prepared = prepared
+        self.decision = decision
+        self.member = member
+        self.claim = claim
+        self.entry = entry
+
+    def first_byte(self) -> None:
+        """Prefill is over."""
+        self._brain._first_byte(self)
+
+    def close(self, outcome: Outcome, usage: Usage | None) -> None:
+        """The attempt is over; once."""
+        if self._open:
+            self._open = False
+            self._brain._close(self, outcome, usage)
+
+
+def _text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
+    """Keys over the prompt's canonical text: its messages or prompt as compact JSON, tools first."""
+    if request.endpoint is Endpoint.CHAT:
+        parts: list[object] = [request.fields.get("tools"), *request.fields.get("messages", ())]
+    else:
+        parts = [request.fields.get("prompt")]
+    text = "\n".join(json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in parts).encode()
+    padded = text[: len(text) - len(text) % TEXT_BLOCK_BYTES]
+    return block_keys(array("I", padded), block_tokens=TEXT_BLOCK_BYTES // 4, parent=namespace_seed(model, str(seed)))

@@ -1,0 +1,182 @@
+"""Requests to the token ids their engine will see: chat template, then tokenizer, with the known head remembered.
+
+An agent's turn sends its whole history again. The rendered text is cut at the template's special tokens, which no
+merge crosses, and the ids of each piece are kept by its text: a turn tokenizes what it added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from router.errors import BadRequest, ConfigError
+from router.wire.openai import Endpoint, InferenceRequest
+
+#: Rendered text whose token ids are remembered, per model.
+MAX_REMEMBERED_CHARS = 64 * 1024 * 1024
+
+
+class ChatTemplate:
+    """A Hugging Face chat template, rendered as ``transformers`` and the engines render it."""
+
+    def __init__(self, source: str, *, variables: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not parse: {error}") from error
+        self._variables = dict(variables)
+        self._takes_parts = "content" in source and (
+            "message['content'] is string" in source or "is not string" in source
+        )
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """The prompt text of a chat request. Raises ``BadRequest`` if the template refuses the messages."""
+        messages = fields["messages"]
+        if not self._takes_parts:
+            messages = [_flat(message) for message in messages]
+        extra = fields.get("chat_template_kwargs")
+        try:
+            return self._template.render(
+                **self._variables,
+                messages=messages,
+                tools=fields.get("tools") or None,
+                documents=fields.get("documents"),
+                add_generation_prompt=fields.get("add_generation_prompt", True),
+                **(extra if isinstance(extra, Mapping) else {}),
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
+
+
+class PromptTokenizer:
+    """One model's tokenizer and template. Used from one thread at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._cut = _special_token_cut(tokenizer)
+        self._pieces: OrderedDict[str, array[int]] = OrderedDict()
+        self._remembered_chars = 0
+
+    @classmethod
+    def from_files(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> PromptTokenizer:
+        """Build from a ``tokenizer.json`` and the ``tokenizer_config.json`` that stands beside it."""
+        try:
+            tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        except Exception as error:
+            raise ConfigError(f"tokenizer.json cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        variables = {
+            name: token if isinstance(token, str) else str(token.get("content", ""))
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if isinstance(token := config.get(name), str | Mapping)
+        }
+        return cls(tokenizer, ChatTemplate(source, variables=variables) if source else None)
+
+    def encode(self, request: InferenceRequest) -> array[int] | None:
+        """Token ids of the request's prompt; None where it has no single prompt or the model no chat template."""
+        if request.endpoint is Endpoint.CHAT:
+            if self._template is None:
+                return None
+            return self._encode_rendered(self._template.render(request.fields))
+        prompt = request.fields.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return array("I", self._tokenizer.encode(prompt, add_special_tokens=True).ids)
+        if (
+            isinstance(prompt, list)
+            and prompt
+            and all(isinstance(token, int) and 0 <= token < 2**32 for token in prompt)
+        ):
+            return array("I", prompt)
+        return None
+
+    def _encode_rendered(self, text: str) -> array[int]:
+        if self._cut is None:
+            return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids: array[int] = array("I")
+        for piece in self._cut.split(text):
+            if piece:
+                ids.extend(self._encode_piece(piece))
+        return ids
+
+    def _encode_piece(self, piece: str) -> array[int]:
+        known = self._pieces.get(piece)
+        if known is not None:
+            self._pieces.move_to_end(piece)
+            return known
+        ids = array("I", self._tokenizer.encode(piece, add_special_tokens=False).ids)
+        self._pieces[piece] = ids
+        self._remembered_chars += len(piece)
+        while self._remembered_chars > MAX_REMEMBERED_CHARS:
+            oldest, _ = self._pieces.popitem(last=False)
+            self._remembered_chars -= len(oldest)
+        return ids
+
+
+def _special_token_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """A pattern that cuts *around* special tokens, or None if pieces would not tokenize as in the whole.
+
+    Safe for byte-level tokenizers: their pre-tokenizer works piece by piece between special tokens already. Others
+    (a prefix space for the first piece, say) are given the whole text.
+    """
+    description = json.loads(tokenizer.to_str())
+    pre_tokenizer = json.dumps(description.get("pre_tokenizer") or {})
+    if '"ByteLevel"' not in pre_tokenizer or '"add_prefix_space": true' in pre_tokenizer:
+        return None
+    if (description.get("normalizer") or {"type": "NFC"})["type"] not in ("NFC", "NFKC", "NFD", "NFKD"):
+        return None
+    plain = [
+        token["content"]
+        for token in description.get("added_tokens", ())
+        if token["special"] and not (token["lstrip"] or token["rstrip"] or token["single_word"] or token["normalized"])
+    ]
+    if not plain:
+        return None
+    return re.compile("(" + "|".join(map(re.escape, sorted(plain, key=len, reverse=True))) + ")")
+
+
+def _token_ids(prompt: object) -> array[int] | None:
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    try:
+        return array("I", prompt)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a list of text parts, as one string (the engines join them by line breaks)."""
+    content = message.get("content")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return message
+    texts = [part.get("text", "") for part in content if isinstance(part, Mapping)]
+    return {**message, "content": "\n".join(map(str, texts))}
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
