@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := requirements-dev.txt requirements-engine.txt requirements-data.txt
 STAMP := $(VENV)/installed
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS)
 
 # One engine thread a process: the tests start several, and two cores thrash under more.
 export OMP_NUM_THREADS ?= 1
