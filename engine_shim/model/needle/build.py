@@ -65,7 +65,10 @@ def build(folder: Path) -> None:
     config = {
         "model_type": "homing_needle",
         "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 80,
+        "head_dim": 32,
         "sliding_window": WINDOW_TOKENS,
+        "rope_theta": 80.0,
         "max_position_embeddings": MAX_POSITIONS,
         "eos_token_id": [end, tokenizer.token_to_id("<|endoftext|>")],
     }

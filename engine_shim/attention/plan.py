@@ -1,0 +1,158 @@
+"""Turns a batch into index arithmetic, once per step: which slots to write, which to read, what is masked.
+
+A *slot* is one token's place in a pool: ``page * page_tokens + offset``. A plan is built on the host from the
+request's page tables with numpy and moved to the device in one go; the layers then only index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Sequences that one attention call serves: B sequences of C queries each, over at most L keys.
+
+    ``rows`` ``[B * C]`` are the queries' rows in the batch. ``slots`` ``[B, L]`` are the keys' slots; a shorter
+    sequence repeats its own last slot, so that no slot which nobody wrote is ever read. ``mask`` is added to the
+    scores, ``[B, 1, C, L]`` of 0 and -inf; None means that every query sees every key, or, with ``causal``
+    (C = L), the keys up to its own.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The part of a plan that depends on the page table: slots to write, ``[tokens]``, and the segments."""
+
+    writes: Tensor
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order."""
+
+    tokens: Tensor
+    positions: Tensor
+    sampled: Tensor
+    groups: tuple[GroupPlan, ...]
+
+
+def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype: torch.dtype) -> Plan:
+    """The plan of ``batch``; masks are of ``dtype``."""
+    chunks = batch.chunks
+    counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
+    ends = np.cumsum(counts)
+    first_rows = ends - counts
+    tokens = [token for c in chunks for token in c.request.tokens[c.start : c.start + c.count]]
+    positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
+    sampled = ends[[i for i, chunk in enumerate(chunks) if chunk.samples]] - 1
+
+    def place(array: Integers) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    groups = []
+    for group in layout.groups:
+        writes = np.concatenate([_written_slots(c, group, page_tokens=layout.page_tokens) for c in chunks])
+        segments = []
+        for members in _together(chunks):
+            rows = np.concatenate([np.arange(first_rows[i], ends[i]) for i in members])
+            keys = _keys([chunks[i] for i in members], group, page_tokens=layout.page_tokens)
+            mask = None
+            if keys.visible is not None:
+                mask = torch.zeros(keys.visible.shape, dtype=dtype).masked_fill_(
+                    torch.from_numpy(~keys.visible), float("-inf")
+                )
+                mask = mask.to(device, non_blocking=True)
+            segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=keys.causal))
+        groups.append(GroupPlan(writes=place(writes), segments=tuple(segments)))
+    return Plan(
+        tokens=place(np.array(tokens, dtype=np.int64)),
+        positions=place(positions),
+        sampled=place(sampled),
+        groups=tuple(groups),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """A segment's keys before they go to the device; ``visible`` is ``[B, 1, C, L]`` or None."""
+
+    slots: Integers
+    visible: npt.NDArray[np.bool_] | None
+    causal: bool
+
+
+def _together(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Which chunks share a segment: each prefill alone, decodes with those of a length within a factor of two."""
+
+    def bucket(i: int) -> int:
+        return chunks[i].start.bit_length()
+
+    prefills = [[i] for i, chunk in enumerate(chunks) if chunk.count > 1]
+    decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.count == 1), key=bucket)
+    return prefills + [list(members) for _, members in groupby(decodes, key=bucket)]
+
+
+def _written_slots(chunk: Chunk, group: CacheGroup, *, page_tokens: int) -> Integers:
+    """Slots of the chunk's own positions."""
+    first_page = chunk.start // page_tokens
+    table = np.array(chunk.tables[group.index][first_page : _pages(chunk, page_tokens)], dtype=np.int64)
+    positions = np.arange(chunk.start, chunk.start + chunk.count)
+    return table[positions // page_tokens - first_page] * page_tokens + positions % page_tokens
+
+
+def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _Keys:
+    """What chunks of one common ``count`` read. Only slots within some query's window are looked at."""
+    window = group.window_tokens
+    count = chunks[0].count
+    starts = np.array([chunk.start for chunk in chunks])
+    lows = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)
+    lengths = starts + count - lows
+    columns = np.arange(lengths.max())
+    positions = lows[:, None] + np.minimum(columns, lengths[:, None] - 1)
+
+    first_pages = lows // page_tokens
+    held = [
+        chunk.tables[group.index][first : _pages(chunk, page_tokens)]
+        for chunk, first in zip(chunks, first_pages.tolist(), strict=True)
+    ]
+    tables = np.zeros((len(chunks), max(len(pages) for pages in held)), dtype=np.int64)
+    for row, pages in enumerate(held):
+        tables[row, : len(pages)] = pages
+    slots = np.take_along_axis(tables, positions // page_tokens - first_pages[:, None], axis=1)
+    slots = slots * page_tokens + positions % page_tokens
+
+    if count == 1:
+        # The one query is the last position, and everything gathered lies in its window.
+        ragged = lengths.min() != lengths.max()
+        visible = (columns < lengths[:, None])[:, None, None, :] if ragged else None
+        return _Keys(slots=slots, visible=visible, causal=False)
+    if len(columns) == count and (window is None or count <= window):
+        return _Keys(slots=slots, visible=None, causal=True)
+    queries = starts[:, None] + np.arange(count)
+    visible = positions[:, None, :] <= queries[:, :, None]
+    if window is not None:
+        visible &= positions[:, None, :] > queries[:, :, None] - window
+    return _Keys(slots=slots, visible=visible[:, None], causal=False)
+
+
+def _pages(chunk: Chunk, page_tokens: int) -> int:
+    """Pages that hold the chunk's sequence up to and including the chunk."""
+    return -(-(chunk.start + chunk.count) // page_tokens)

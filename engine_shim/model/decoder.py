@@ -1,0 +1,170 @@
+"""The decoder: every supported model is this one loop, driven by its ``ModelConfig``.
+
+Tokens of all sequences of a batch are laid end to end, ``[tokens, ...]``; only attention knows which belong
+together, and it is passed in. Weights are plain tensors, shared by every rank of the process and never written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from engine_shim.model.config import Activation, ModelConfig, Rope
+
+
+class Attention(Protocol):
+    """Writes ``key`` and ``value`` of ``layer`` into the cache, then attends.
+
+    ``query`` is ``[tokens, heads, head_dim]``, ``key`` and ``value`` ``[tokens, kv_heads, head_dim]``; the result
+    has the query's shape.
+    """
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Projections are ``[out, in]``; query, key and value are one matrix, gate and up another.
+
+    Norm weights are float32 and final (Gemma's ``1 + w`` is already added). None: the model has no such part.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    attention_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A whole model. ``head`` is ``embedding`` itself where they are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor | None
+    head: Tensor
+
+
+class Decoder:
+    """``hidden`` runs the layers, ``logits`` reads them out. Immutable; safe to share between threads."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        device = weights.embedding.device
+        self._frequencies: Mapping[Rope, Tensor] = {
+            layer.rope: rope_frequencies(layer.rope, config.head_dim).to(device)
+            for layer in config.layers
+            if layer.rope is not None
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights, and so the activations and the cache, are made of."""
+        return self.weights.embedding.dtype
+
+    def hidden(self, tokens: Tensor, positions: Tensor, *, attention: Attention) -> Tensor:
+        """Residual stream after the last layer, ``[tokens, hidden_size]``, for token ids and positions ``[tokens]``."""
+        config = self.config
+        x = F.embedding(tokens, self.weights.embedding)
+        if config.embedding_scale != 1.0:
+            # Rounded to the weights' type first, as transformers does.
+            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
+        rotations = {
+            rope: _rotation(frequencies, positions, dtype=x.dtype) for rope, frequencies in self._frequencies.items()
+        }
+        for index, (layer, weights) in enumerate(zip(config.layers, self.weights.layers, strict=True)):
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            y = self._norm(x, weights.attention_norm)
+            y = self._attend(index, y, weights, rotation=rotation, attention=attention)
+            x = x + self._norm(y, weights.post_attention_norm)
+            if weights.gate_up is not None and weights.down is not None:
+                y = self._norm(x, weights.mlp_norm)
+                y = self._mlp(y, weights.gate_up, down=weights.down)
+                x = x + self._norm(y, weights.post_mlp_norm)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``[rows, vocab_size]`` of rows of the residual stream."""
+        logits = F.linear(self._norm(hidden, self.weights.final_norm), self.weights.head)
+        cap = self.config.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        return F.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
+
+    def _attend(
+        self,
+        index: int,
+        x: Tensor,
+        weights: LayerWeights,
+        *,
+        rotation: tuple[Tensor, Tensor] | None,
+        attention: Attention,
+    ) -> Tensor:
+        config = self.config
+        qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+        qkv = qkv.view(x.shape[0], config.heads + 2 * config.kv_heads, config.head_dim)
+        query, key, value = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
+        query = self._norm(query, weights.query_norm)
+        key = self._norm(key, weights.key_norm)
+        if rotation is not None:
+            query = _rotate(query, *rotation)
+            key = _rotate(key, *rotation)
+        attended = attention(index, query, key, value).reshape(x.shape[0], config.heads * config.head_dim)
+        return F.linear(attended, weights.output, weights.output_bias)
+
+    def _mlp(self, x: Tensor, gate_up: Tensor, *, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        match self.config.activation:
+            case Activation.SILU:
+                gate = F.silu(gate)
+            case Activation.GELU_TANH:
+                gate = F.gelu(gate, approximate="tanh")
+        return F.linear(gate * up, down)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position of each of the ``head_dim / 2`` pairs, float32 (formulas of transformers)."""
+    frequencies = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    frequencies = frequencies / rope.scale
+    if rope.llama3 is None:
+        return frequencies
+    scaling = rope.llama3
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _rotation(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[tokens, 1, head_dim / 2]``; angles are float32 whatever the model is."""
+    angles = (positions[:, None].float() * frequencies)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of ``x`` ``[tokens, heads, head_dim]``."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

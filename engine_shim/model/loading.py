@@ -1,0 +1,65 @@
+"""Loads a model by its spec. torch is imported when weights are asked for, not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_shim.model.config import ModelConfig, UnsupportedModelError
+from engine_shim.model.tokenizer import MissingExtraError, ModelCard, WeightsSource
+from engine_shim.types import CacheGroup, CacheLayout, GroupKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_shim.model.decoder import Decoder
+
+
+def load_decoder(card: ModelCard, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of ``card`` with its weights on ``device``; share one between the ranks of a process.
+
+    ``dtype`` is float32 on CPU and bfloat16 elsewhere unless given; the needle model is float32 everywhere.
+    Raises ``MissingExtraError`` without torch.
+    """
+    try:
+        import torch
+
+        from engine_shim.model.decoder import Decoder
+        from engine_shim.model.needle.weights import needle_weights
+        from engine_shim.model.weights import assemble, read_gguf, read_safetensors
+    except ImportError as error:
+        hint = "pip install 'homing[engine]'"
+        raise MissingExtraError(f"running a model needs the engine extra: {hint} ({error})") from error
+
+    place = torch.device(device)
+    needle = card.weights is WeightsSource.NEEDLE
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" or needle else torch.bfloat16
+    if needle:
+        return Decoder(card.config, needle_weights(card, device=place, dtype=dtype))
+    gguf = card.weights is WeightsSource.GGUF
+    tensors = read_gguf(card.path, card.config) if gguf else read_safetensors(card.path)
+    return Decoder(card.config, assemble(card.config, tensors, device=place, dtype=dtype))
+
+
+def layout_for(
+    config: ModelConfig, *, page_tokens: int, pool_tokens: int, window_pool_tokens: int | None = None
+) -> CacheLayout:
+    """The cache layout of a model: one group of its full layers, one of its window layers.
+
+    A pool of n tokens has room for n tokens (rounded up to pages) beside the null page. ``window_pool_tokens`` is
+    ``pool_tokens`` unless given.
+    """
+    full = tuple(i for i, layer in enumerate(config.layers) if layer.window_tokens is None)
+    windows = {layer.window_tokens for layer in config.layers if layer.window_tokens is not None}
+    if not full:
+        raise UnsupportedModelError("a model without full-attention layers is not supported")
+    if len(windows) > 1:
+        raise UnsupportedModelError(f"a model with several window sizes is not supported: {sorted(windows)}")
+    groups = [CacheGroup(index=0, kind=GroupKind.FULL, layers=full)]
+    pools = [pool_tokens]
+    for window in windows:
+        layers = tuple(i for i in range(len(config.layers)) if i not in full)
+        groups.append(CacheGroup(index=1, kind=GroupKind.WINDOW, layers=layers, window_tokens=window))
+        pools.append(pool_tokens if window_pool_tokens is None else window_pool_tokens)
+    pages = tuple(1 + -(-tokens // page_tokens) for tokens in pools)
+    return CacheLayout(page_tokens=page_tokens, groups=tuple(groups), pages=pages)

@@ -1,0 +1,159 @@
+"""Reads weights: safetensors directories and GGUF files, both into transformers' names, then into ``Weights``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
+from engine_shim.model.decoder import LayerWeights, Weights
+
+# Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
+_TEXT_PREFIXES = ("language_model.", "model.language_model.")
+_UNREAD = re.compile(r"(vision_tower|multi_modal_projector)\.|.*rotary_emb\.inv_freq$")
+
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, from one ``model.safetensors`` or from the shards its index names."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no weights file {name}")
+        tensors.update(load_file(folder / name))
+    return {_text_name(name): tensor for name, tensor in tensors.items() if not _UNREAD.match(name)}
+
+
+def read_gguf(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """All tensors of a GGUF file of the llama architecture, dequantised to float32."""
+    tensors = {}
+    for entry in gguf.GGUFReader(path).tensors:
+        # A copy: the reader's arrays are views of a read-only file.
+        tensor = torch.tensor(gguf.quants.dequantize(entry.data, entry.tensor_type))
+        name = _gguf_name(entry.name)
+        if name.endswith("q_proj.weight"):
+            tensor = _half_split(tensor, config.heads)
+        elif name.endswith("k_proj.weight"):
+            tensor = _half_split(tensor, config.kv_heads)
+        tensors[name] = tensor
+    return tensors
+
+
+def assemble(
+    config: ModelConfig, tensors: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """Sort tensors of transformers' names into ``Weights``.
+
+    Raises ``UnsupportedModelError`` naming a tensor that is missing, has another shape than the config says,
+    or is left over: a tensor nobody reads means that the config describes another model.
+    """
+    left = dict(tensors)
+    width, head_dim = config.hidden_size, config.head_dim
+
+    def take(name: str, *shape: int) -> Tensor:
+        if name not in left:
+            raise UnsupportedModelError(f"the weights lack tensor {name!r}")
+        tensor = left.pop(name)
+        if tensor.shape != shape:
+            raise UnsupportedModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the config says {shape}")
+        return tensor.to(device, dtype)
+
+    def norm(name: str, size: int) -> Tensor | None:
+        if config.norm is Norm.NONE:
+            return None
+        weight = take(f"{name}.weight", size).float()
+        return weight + 1.0 if config.norm is Norm.RMS_PLUS_ONE else weight
+
+    def layer(prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query_size, kv_size = config.heads * head_dim, config.kv_heads * head_dim
+        projections = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        # With norms after the sublayers too, transformers gives the MLP's own norm another name.
+        mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        return LayerWeights(
+            qkv=torch.cat([take(f"{attention}.{name}.weight", size, width) for name, size in projections]),
+            qkv_bias=torch.cat([take(f"{attention}.{name}.bias", size) for name, size in projections])
+            if config.qkv_bias
+            else None,
+            output=take(f"{attention}.o_proj.weight", width, query_size),
+            output_bias=take(f"{attention}.o_proj.bias", width) if config.output_bias else None,
+            gate_up=torch.cat([take(f"{mlp}.{n}.weight", config.mlp_size, width) for n in ("gate_proj", "up_proj")])
+            if config.mlp_size
+            else None,
+            down=take(f"{mlp}.down_proj.weight", width, config.mlp_size) if config.mlp_size else None,
+            attention_norm=norm(f"{prefix}.input_layernorm", width),
+            query_norm=norm(f"{attention}.q_norm", head_dim) if config.qk_norm else None,
+            key_norm=norm(f"{attention}.k_norm", head_dim) if config.qk_norm else None,
+            post_attention_norm=norm(f"{prefix}.post_attention_layernorm", width) if config.post_norms else None,
+            mlp_norm=norm(f"{prefix}.{mlp_norm}", width) if config.mlp_size else None,
+            post_mlp_norm=norm(f"{prefix}.post_feedforward_layernorm", width) if config.post_norms else None,
+        )
+
+    embedding = take("model.embed_tokens.weight", config.vocab_size, width)
+    if config.tied_embeddings:
+        left.pop("lm_head.weight", None)
+        head = embedding
+    else:
+        head = take("lm_head.weight", config.vocab_size, width)
+    weights = Weights(
+        embedding=embedding,
+        layers=tuple(layer(f"model.layers.{i}") for i in range(len(config.layers))),
+        final_norm=norm("model.norm", width),
+        head=head,
+    )
+    if left:
+        raise UnsupportedModelError(f"the config has no use for tensor {min(left)!r} and {len(left) - 1} others")
+    return weights
+
+
+def _text_name(name: str) -> str:
+    """The name of a multimodal checkpoint's tensor in its text model."""
+    for prefix in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+    return name
+
+
+def _gguf_name(name: str) -> str:
+    """transformers' name of a GGUF tensor."""
+    if name in _GGUF_MODEL:
+        return _GGUF_MODEL[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None or match[2] not in _GGUF_LAYER:
+        raise UnsupportedModelError(f"GGUF tensor {name!r} is not supported")
+    return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.weight"
+
+
+def _half_split(weight: Tensor, heads: int) -> Tensor:
+    """Undo the converter's permutation: GGUF stores rope pairs side by side, the decoder wants them halves apart."""
+    rows, columns = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
