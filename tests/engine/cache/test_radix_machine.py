@@ -1,0 +1,270 @@
+"""The radix cache against a brute-force oracle that knows pages as (namespace, prefix) and nothing of trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from event_replay import Replay
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_shim.cache.events import EventRecorder
+from engine_shim.cache.integrity import check_integrity
+from engine_shim.cache.pool import PageError
+from engine_shim.cache.radix import RadixCache, Receipt
+from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import AllBlocksCleared
+
+POOL_PAGES = 40
+NAMESPACES = ("", "tenant")
+Name = tuple[str, tuple[int, ...]]  # a page: its namespace and all tokens up to its end
+Paths = st.lists(st.integers(0, 2), max_size=9)
+
+
+def layout_of(page: int, window: int | None) -> CacheLayout:
+    """One full group, and a window group if ``window`` (tokens) is given."""
+    full = CacheGroup(0, GroupKind.FULL, (1,))
+    if window is None:
+        return CacheLayout(page, (full,), (POOL_PAGES,))
+    return CacheLayout(page, (full, CacheGroup(1, GroupKind.WINDOW, (0,), window)), (POOL_PAGES, POOL_PAGES))
+
+
+@dataclass
+class Reader:
+    """A lock with the tables it was given."""
+
+    receipt: Receipt
+    namespace: str
+    tokens: tuple[int, ...]
+    window_pages: int
+    tables: tuple[list[int], ...]
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Every rule does the same to the tree and to ``stamps``: {page: time of last use} for each group."""
+
+    @initialize(
+        page=st.integers(1, 4), window_kind=st.sampled_from(["none", "one", "short", "one and a half", "long"])
+    )
+    def start(self, page: int, window_kind: str) -> None:
+        windows = {"none": None, "one": 1, "short": page, "one and a half": page + -(-page // 2), "long": 3 * page}
+        self.page = page
+        self.layout = layout_of(page, windows[window_kind])
+        self.groups = len(self.layout.groups)
+        window = windows[window_kind]
+        self.window_pages = 0 if window is None else -(-(window - 1) // page)
+        self.recorder = EventRecorder(self.layout)
+        self.cache = RadixCache(self.layout, self.recorder)
+        self.replay = Replay(self.groups)
+        self.stamps: list[dict[Name, int]] = [{} for _ in self.layout.groups]
+        self.content: list[dict[int, Name]] = [{} for _ in self.layout.groups]
+        self.readers: list[Reader] = []
+        self.now = 0
+
+    # --- the oracle ---------------------------------------------------------------------------------
+
+    def tokens(self, path: list[int]) -> tuple[int, ...]:
+        """Pages that differ in the last token, in the first one, or not at all."""
+        kinds = ((7,) * self.page, (*(7,) * (self.page - 1), 8), (9, *(7,) * (self.page - 1)))
+        return tuple(token for step in path for token in kinds[step])
+
+    def names(self, namespace: str, tokens: tuple[int, ...]) -> list[Name]:
+        return [(namespace, tokens[:end]) for end in range(self.page, len(tokens) + 1, self.page)]
+
+    def depth(self, name: Name) -> int:
+        return len(name[1]) // self.page
+
+    def hash(self, name: Name) -> int:
+        return block_keys(name[1], block_tokens=self.page, parent=namespace_seed(name[0]))[-1]
+
+    def locked(self, group: int) -> set[Name]:
+        pages: set[Name] = set()
+        for reader in self.readers:
+            names = self.names(reader.namespace, reader.tokens)
+            pages.update(names if group == 0 else names[len(names) - reader.window_pages :])
+        return pages
+
+    def order(self, group: int) -> list[Name]:
+        """Unlocked pages, the next one to go first: oldest use, then full from the leaf and window from the root."""
+        free = self.stamps[group].keys() - self.locked(group)
+        sign = -1 if group == 0 else 1
+        return sorted(free, key=lambda name: (self.stamps[group][name], sign * self.depth(name)))
+
+    def usable(self, names: list[Name]) -> tuple[int, int]:
+        """(usable pages, pages of the full component) by trying every boundary."""
+        full = 0
+        while full < len(names) and names[full] in self.stamps[0]:
+            full += 1
+        for boundary in range(full, -1, -1):
+            needed = names[max(0, boundary - self.window_pages) : boundary]
+            if self.groups == 1 or all(name in self.stamps[1] for name in needed):
+                return boundary, full
+        raise AssertionError("boundary 0 is always usable")
+
+    # --- rules --------------------------------------------------------------------------------------
+
+    @rule(namespace=st.sampled_from(NAMESPACES), path=Paths, tail=st.integers(0, 3))
+    def match(self, namespace: str, path: list[int], tail: int) -> None:
+        self._match(namespace, self.tokens(path) + (7,) * min(tail, self.page - 1))
+
+    def _match(self, namespace: str, tokens: tuple[int, ...]):
+        found = self.cache.match(namespace, tokens)
+        names = self.names(namespace, tokens)
+        assert (found.pages, found.full_pages) == self.usable(names)
+        held_from = max(0, found.pages - self.window_pages)
+        assert len(found.tables) == self.groups
+        assert [self.content[0][page] for page in found.tables[0]] == names[: found.pages]
+        if self.groups == 2:
+            assert found.tables[1][:held_from] == [NULL_PAGE] * held_from
+            assert [self.content[1][page] for page in found.tables[1][held_from:]] == names[held_from : found.pages]
+        return found
+
+    @rule(namespace=st.sampled_from(NAMESPACES), path=Paths)
+    def lock(self, namespace: str, path: list[int]) -> None:
+        tokens = self.tokens(path)
+        found = self._match(namespace, tokens)
+        window_pages = min(self.window_pages, found.pages)
+        self.readers.append(
+            Reader(self.cache.lock(found), namespace, tokens[: found.pages * self.page], window_pages, found.tables)
+        )
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        reader = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        self.cache.release(reader.receipt)
+        names = self.names(reader.namespace, reader.tokens)
+        self.use(0, names)
+        self.use(1, names[len(names) - reader.window_pages :])
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), keep=st.integers(0, 3))
+    def trim(self, data: st.DataObject, keep: int) -> None:
+        reader = data.draw(st.sampled_from(self.readers))
+        keep = min(keep, reader.window_pages)
+        reader.receipt = self.cache.trim_window(reader.receipt, keep)
+        names = self.names(reader.namespace, reader.tokens)
+        self.use(1, names[len(names) - reader.window_pages : len(names) - keep])
+        reader.window_pages = keep
+
+    @rule(namespace=st.sampled_from(NAMESPACES), path=Paths, held=st.integers(0, 9), tail=st.integers(0, 3))
+    def insert(self, namespace: str, path: list[int], held: int, tail: int) -> None:
+        """A stranger's pages, none of them the tree's."""
+        tokens = self.tokens(path)
+        held_from = max(0, len(path) - held)
+        tables = self.fresh(self.names(namespace, tokens), 0, held_from)
+        if tables is not None:
+            self._insert(namespace, tokens, tables, own_from=0, held_from=held_from, tail=tail)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), path=st.lists(st.integers(0, 2), min_size=1, max_size=4), held=st.integers(0, 4))
+    def continue_reader(self, data: st.DataObject, path: list[int], held: int) -> None:
+        """A request stores what it computed behind the prefix it reads."""
+        reader = data.draw(st.sampled_from(self.readers))
+        tokens = reader.tokens + self.tokens(path)
+        pages = len(reader.tokens) // self.page
+        held_from = max(pages, pages + len(path) - held)
+        if held >= len(path):  # it still holds the tail of the prefix, too
+            held_from = pages - reader.window_pages
+        tables = self.fresh(self.names(reader.namespace, tokens), pages, max(held_from, pages))
+        if tables is None:
+            return
+        tables[0][:pages] = reader.tables[0]
+        if self.groups == 2:
+            tables[1][held_from:pages] = reader.tables[1][held_from:]
+        self._insert(reader.namespace, tokens, tables, own_from=pages, held_from=held_from, tail=0)
+
+    def fresh(self, names: list[Name], own_from: int, held_from: int) -> tuple[list[int], ...] | None:
+        """Tables with newly allocated pages from ``own_from`` (window: ``held_from``) on, null before that."""
+        starts = (own_from, held_from)[: self.groups]
+        if any(pool.free_pages < len(names) - at for pool, at in zip(self.cache.pools, starts, strict=True)):
+            return None
+        tables = []
+        for group, at in enumerate(starts):
+            pages = self.cache.pools[group].allocate(len(names) - at)
+            self.content[group].update(zip(pages, names[at:], strict=True))
+            tables.append([NULL_PAGE] * at + pages)
+        return tuple(tables)
+
+    def _insert(
+        self,
+        namespace: str,
+        tokens: tuple[int, ...],
+        tables: tuple[list[int], ...],
+        *,
+        own_from: int,
+        held_from: int,
+        tail: int,
+    ) -> None:
+        names = self.names(namespace, tokens)
+        partial = (7,) * min(tail, self.page - 1)
+        duplicates = self.cache.insert(namespace, tokens + partial, tables)
+        for group, at in enumerate((own_from, max(held_from, own_from))[: self.groups]):
+            twins = [page for page, name in zip(tables[group][at:], names[at:], strict=True) if name in self.stamps[group]]
+            assert duplicates[group] == twins
+            self.cache.pools[group].free(twins)
+        self.use(0, names)
+        self.use(1, names[held_from:])
+
+    def use(self, group: int, names: list[Name]) -> None:
+        if group < self.groups:
+            self.now += 1
+            self.stamps[group].update(dict.fromkeys(names, self.now))
+
+    @rule(pages=st.integers(1, 12))
+    def evict_full(self, pages: int) -> None:
+        gone = self.order(0)[:pages]
+        assert self.cache.evict_full(pages) == len(gone)
+        for name in gone:
+            del self.stamps[0][name]
+            if self.groups == 2:
+                self.stamps[1].pop(name, None)
+
+    @precondition(lambda self: self.groups == 2)
+    @rule(pages=st.integers(1, 12))
+    def evict_window(self, pages: int) -> None:
+        """Whole runs go, so up to the rest of the last run more than asked, never anything out of order."""
+        order = self.order(1)
+        freed = self.cache.evict_window(pages)
+        assert freed >= min(pages, len(order))
+        if freed > pages:
+            last, extra = order[pages - 1], order[pages:freed]
+            assert {self.stamps[1][name] for name in extra} == {self.stamps[1][last]}
+            assert all(name[0] == last[0] and name[1][: len(last[1])] == last[1] for name in extra)
+        for name in order[:freed]:
+            del self.stamps[1][name]
+
+    @rule()
+    def reset(self) -> None:
+        if self.readers:
+            with pytest.raises(PageError):
+                self.cache.reset()
+            return
+        self.cache.reset()
+        self.stamps = [{} for _ in self.stamps]
+        events = self.recorder.take()
+        assert events[-1] == AllBlocksCleared()
+        self.replay.apply(events)
+        assert all(pool.used_pages == 0 for pool in self.cache.pools)
+
+    # --- after every rule ---------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        nothing: list[set[int]] = [set() for _ in self.layout.groups]
+        check_integrity(self.cache, held=nothing, receipts=[reader.receipt for reader in self.readers])
+        expected = [{self.hash(name) for name in stamps} for stamps in self.stamps]
+        self.replay.apply(self.recorder.take())
+        assert self.replay.resident == expected
+        snapshot = Replay(self.groups)
+        snapshot.apply(self.cache.snapshot_events())
+        assert snapshot.resident == expected
+
+
+RadixMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestRadixCache = RadixMachine.TestCase

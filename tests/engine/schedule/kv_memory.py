@@ -1,0 +1,97 @@
+"""A runner without a model: it writes a fingerprint of the prefix where keys and values would go, and reads it back.
+
+What stands at a position depends on all tokens up to it, and the sampled token on what stands at the last one. So a wrong
+page, a page reused too early or a table that is one slot off is a wrong fingerprint at once, and the right output can
+be told without any cache: ``expected_output``.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from engine_shim.types import NULL_PAGE, Batch, CacheLayout, Chunk, FinishReason, GroupKind, Request, Sampling
+
+VOCABULARY = 11
+EOS = 0
+
+
+def fingerprint(before: int, token: int) -> int:
+    """The fingerprint of a prefix one token longer."""
+    return hash((before, token))
+
+
+def sample(value: int) -> int:
+    """The token that follows a prefix."""
+    return value % VOCABULARY
+
+
+def expected_output(
+    prompt: tuple[int, ...], sampling: Sampling, *, namespace: str = "", context_tokens: int = 10**9
+) -> tuple[list[int], FinishReason]:
+    """What a request must answer, worked out with nothing but the rule above."""
+    value = crc32(namespace.encode())
+    for token in prompt:
+        value = fingerprint(value, token)
+    output: list[int] = []
+    while True:
+        token = sample(value)
+        output.append(token)
+        value = fingerprint(value, token)
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens or len(prompt) + len(output) == context_tokens:
+            return output, FinishReason.LENGTH
+
+
+class KvMemory:
+    """Slots (group, page, offset) -> (position, fingerprint); implements ``Runner``."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self.slots: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.window_pages_reused = 0
+        self._known: dict[tuple[str, str], list[int]] = {}
+
+    def run(self, batch: Batch) -> list[int]:
+        """Write all chunks, then read all that their queries look at, then sample."""
+        written: set[tuple[int, int, int]] = set()
+        for chunk in batch.chunks:
+            self._write(chunk, written)
+        tokens = [(chunk.samples, self._read(chunk)) for chunk in batch.chunks]
+        return [token for samples, token in tokens if samples]
+
+    def _write(self, chunk: Chunk, written: set[tuple[int, int, int]]) -> None:
+        prints = self._fingerprints(chunk.request)
+        for group in self.layout.groups:
+            seen = {page for page in chunk.tables[group.index] if page != NULL_PAGE}
+            assert len(seen) == sum(page != NULL_PAGE for page in chunk.tables[group.index])
+            for position in range(chunk.start, chunk.start + chunk.count):
+                slot = self._slot(chunk, group.index, position)
+                assert slot not in written, "two chunks write one slot"
+                written.add(slot)
+                if group.kind is GroupKind.WINDOW and slot in self.slots:
+                    self.window_pages_reused += self.slots[slot][0] != position
+                self.slots[slot] = (position, prints[position])
+
+    def _read(self, chunk: Chunk) -> int:
+        prints = self._fingerprints(chunk.request)
+        end = chunk.start + chunk.count
+        for group in self.layout.groups:
+            first = 0 if group.window_tokens is None else max(0, chunk.start - group.window_tokens + 1)
+            for position in range(first, end):
+                found = self.slots[self._slot(chunk, group.index, position)]
+                assert found == (position, prints[position]), f"group {group.index} position {position}"
+        return sample(prints[end - 1])
+
+    def _slot(self, chunk: Chunk, group: int, position: int) -> tuple[int, int, int]:
+        page = chunk.tables[group][position // self.layout.page_tokens]
+        assert page != NULL_PAGE, f"position {position} has no page in group {group}"
+        return group, page, position % self.layout.page_tokens
+
+    def _fingerprints(self, request: Request) -> list[int]:
+        prints = self._known.setdefault((request.namespace, request.id), [])
+        value = prints[-1] if prints else crc32(request.namespace.encode())
+        for token in request.tokens[len(prints) :]:
+            value = fingerprint(value, token)
+            prints.append(value)
+        return prints

@@ -1,0 +1,167 @@
+"""The scheduler under arbitrary arrivals, forks, aborts and pools too small for them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_memory import EOS, KvMemory, expected_output
+
+from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, GroupKind, Output, Request, Sampling
+
+sys.path.append(str(Path(__file__).parent.parent / "cache"))
+from event_replay import Replay  # noqa: E402
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every output is compared with what the request must answer, every read of a page with what must stand there."""
+
+    @initialize(
+        page=st.integers(1, 4),
+        window=st.none() | st.integers(1, 11),
+        full_pages=st.integers(8, 30),
+        spare_window_pages=st.integers(2, 20),
+        chunk=st.integers(1, 13),
+        running=st.integers(1, 5),
+    )
+    def start(
+        self, page: int, window: int | None, full_pages: int, spare_window_pages: int, chunk: int, running: int
+    ) -> None:
+        groups = [CacheGroup(0, GroupKind.FULL, (1,))]
+        pages = [full_pages]
+        if window is not None:
+            groups.append(CacheGroup(1, GroupKind.WINDOW, (0,), window))
+            pages.append(-(-(window - 1) // page) + spare_window_pages)
+        self.layout = CacheLayout(page, tuple(groups), tuple(pages))
+        self.scheduler = Scheduler(
+            self.layout,
+            max_running=running,
+            chunk_tokens=chunk,
+            max_context_tokens=60,
+            eos_token_ids=frozenset({EOS}),
+        )
+        self.chunk = chunk
+        self.memory = KvMemory(self.layout)
+        self.replay = Replay(len(groups))
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.batch: Batch | None = None
+
+    @rule(
+        tokens=st.lists(st.integers(1, 3), min_size=1, max_size=12),
+        parent=st.integers(0, 30),
+        cut=st.integers(0, 40),
+        max_tokens=st.integers(1, 12),
+        ignore_eos=st.booleans(),
+        namespace=st.sampled_from(["", "", "tenant"]),
+    )
+    def add(
+        self, tokens: list[int], parent: int, cut: int, max_tokens: int, ignore_eos: bool, namespace: str
+    ) -> None:
+        """A new request, which as a rule continues or forks an earlier one."""
+        head: list[int] = []
+        if parent < len(self.requests):
+            head = list(self.requests.values())[parent].tokens[:cut]
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=frozenset({10}))
+        request = Request(str(len(self.requests)), (*head, *tokens), sampling, namespace)
+        self.requests[request.id] = request
+        self.streams[request.id] = []
+        self.scheduler.add(request)
+        self.take(self.scheduler.drain_outputs())
+
+    @rule(index=st.integers(0, 30))
+    def abort(self, index: int) -> None:
+        request = self.requests.get(str(index))
+        ended = request is None or request.finish is not None or request.id in self.aborted
+        assert self.scheduler.abort(str(index)) is not ended
+        if not ended:
+            self.aborted.add(str(index))
+        self.take(self.scheduler.drain_outputs())
+
+    @precondition(lambda self: self.batch is None)
+    @rule()
+    def launch(self) -> None:
+        self.batch = self.scheduler.schedule()
+        if self.batch is None:
+            assert not self.scheduler.has_work, "unfinished requests and nothing to run"
+            return
+        assert 1 <= self.batch.tokens <= self.chunk
+        for chunk in self.batch.chunks:
+            assert chunk.start == chunk.request.computed_tokens
+            assert chunk.samples == (chunk.start + chunk.count == len(chunk.request.tokens))
+            assert chunk.draws == len(self.streams[chunk.request.id])
+
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def land(self) -> None:
+        """The runner writes at the last moment, after whatever was aborted meanwhile."""
+        batch, self.batch = self.batch, None
+        self.take(self.scheduler.commit(batch, self.memory.run(batch)))
+
+    @rule(steps=st.integers(1, 6))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.batch is None:
+                self.launch()
+            if self.batch is not None:
+                self.land()
+            self.agrees()
+
+    @rule()
+    def reset(self) -> None:
+        holding = self.scheduler.stats().running > 0
+        assert self.scheduler.reset_cache() is not holding
+
+    def take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            request = output.request
+            assert output.finish is request.finish
+            if output.token is not None:
+                self.streams[request.id].append(output.token)
+            answer, reason = expected_output(
+                request.prompt,
+                request.sampling,
+                namespace=request.namespace,
+                context_tokens=self.scheduler.context_tokens,
+            )
+            stream = self.streams[request.id]
+            if output.finish is FinishReason.ERROR:
+                assert len(request.prompt) >= self.scheduler.context_tokens
+            elif output.finish is FinishReason.ABORT:
+                assert request.id in self.aborted
+                assert stream == answer[: len(stream)]
+            elif output.finish is None:
+                assert stream == answer[: len(stream)]
+                assert len(stream) < len(answer)
+            else:
+                assert (stream, output.finish) == (answer, reason)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.scheduler.check_integrity()
+        self.replay.apply(self.scheduler.take_events())
+        snapshot = Replay(len(self.layout.groups))
+        snapshot.apply(self.scheduler.snapshot_events())
+        assert self.replay.resident == snapshot.resident
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            self.steps(1)
+        assert all(request.finish is not None for request in self.requests.values()), "a request is stuck"
+        stats = self.scheduler.stats()
+        assert stats.used_pages == stats.evictable_pages, "a request left pages or locks behind"
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestScheduler = SchedulerMachine.TestCase
