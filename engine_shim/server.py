@@ -40,7 +40,7 @@ _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions
 class ServedModel:
     """What the server must know of the model; the weights are the runner's matter.
 
-    ``tokenizer_config`` is the model's own file, told by ``/tokenizer_info``.
+    ``tokenizer_config`` is what ``/tokenizer_info`` tells: transformers' file of that name, as far as it matters.
     """
 
     name: str

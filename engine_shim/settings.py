@@ -63,7 +63,9 @@ class ShimSettings(BaseModel):
     port: _Port = Field(8100, description="HTTP port.")
     dp_size: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Ranks, each with a cache of its own.")
     device: Device = Field(Device.CPU, description="Where torch computes.")
-    dtype: Dtype = Field(Dtype.FLOAT32, description="Weights and cache.")
+    dtype: Dtype | None = Field(
+        None, description="Weights and cache. Default: float32 on CPU and for needle, bfloat16 elsewhere."
+    )
     threads: _Positive = Field(1, description="CPU threads of torch.")
     runner: RunnerKind = Field(
         RunnerKind.TORCH, description="sim: a timing model in place of the forward pass; needs no torch."
@@ -75,14 +77,14 @@ class ShimSettings(BaseModel):
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Tokens in a cache page.")
     pool_tokens: _Positive = Field(65_536, description="Cache of each rank, in tokens of full attention.")
     window_pool_tokens: _Positive | None = Field(
-        None, description="Cache of each rank for sliding-window layers. Default: chosen from the other sizes."
+        None, description="Cache of each rank for sliding-window layers. Default: as pool_tokens."
     )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
     max_context_tokens: _Positive | None = Field(
         None, description="Prompt and answer together. Default: the model's limit, or what the pool holds."
     )
-    kv_events: bool = Field(True, description="Publish cache events.")
+    kv_events: bool = Field(True, description="publish cache events.")
     kv_events_port: _Port = Field(5557, description="Port of rank 0's events.")
     replay_port: _Port = Field(5657, description="Port of rank 0's replays.")
     max_body_bytes: Annotated[int, Field(ge=1024)] = Field(64 << 20, description="Larger bodies get 413.")
