@@ -47,19 +47,20 @@ class Workload:
     client_versions: int = 8
     head_tokens: int = 15_040
     user_head_tokens: LogNormal = LogNormal(400, 0.15, 300, 500)
-    resumed_share: float = 0.43
+    resumed_share: float = 0.48
     fresh_tokens: LogNormal = LogNormal(19_000, 0.25, 16_000, 40_000)
     resumed_tokens: LogNormal = LogNormal(121_000, 0.8, 40_000, 850_000)
-    turns: LogNormal = LogNormal(44, 0.9, 3, 1200)
+    turns: LogNormal = LogNormal(44, 0.8, 3, 1200)
     user_turn_share: float = 0.144
     user_tokens: LogNormal = LogNormal(240, 1.7, 16, 100_000)
-    tool_tokens: LogNormal = LogNormal(300, 1.8, 16, 100_000)
+    tool_tokens: LogNormal = LogNormal(310, 1.7, 16, 100_000)
     output_tokens: LogNormal = LogNormal(230, 0.87, 16, 18_000)
     user_gap_seconds: LogNormal = LogNormal(129, 1.72, 2, 100_000)
     tool_gap_seconds: LogNormal = LogNormal(12.6, 1.27, 2, 100_000)
     break_share: float = 0.017
-    long_context_share: float = 0.25
+    long_context_share: float = 0.35
     context_limit_tokens: LogNormal = LogNormal(155_000, 0.03, 145_000, 165_000)
+    long_limit_tokens: LogNormal = LogNormal(400_000, 0.4, 165_000, 900_000)
     compacted_tokens: LogNormal = LogNormal(33_000, 0.5, 17_000, 90_000)
     summary_tokens: LogNormal = LogNormal(1_700, 0.35, 1_000, 3_000)
     spawning_share: float = 0.445
@@ -104,7 +105,9 @@ def _main_conversation(context: _Context, *, draws: _Draws, workload: Workload) 
     opening = workload.resumed_tokens if is_resumed else workload.fresh_tokens
     opening_tokens = int(opening.at(draws("opening")))
     is_long = opening_tokens > 0.9 * limit_tokens or draws("long") < workload.long_context_share
-    context.append(opening_tokens - context.tokens)
+    if is_long:
+        limit_tokens = int(workload.long_limit_tokens.at(draws("long limit")))
+    context.append(min(opening_tokens, limit_tokens) - context.tokens)
 
     turns: list[Turn] = []
     branches: list[_Context] = []
@@ -130,7 +133,7 @@ def _main_conversation(context: _Context, *, draws: _Draws, workload: Workload) 
             context.rewrite(int(draws(at + "kept") * context.tokens), size_tokens=context.tokens)
         elif place:
             context.append(output_tokens + added_tokens)
-        is_summary = not is_long and context.tokens > limit_tokens
+        is_summary = context.tokens > limit_tokens
         output = workload.summary_tokens if is_summary else workload.output_tokens
         output_tokens = int(output.at(draws(at + "output")))
         gap_seconds = gap.at(draws(at + "gap")) if place else 0.0
