@@ -15,6 +15,7 @@ RUN /opt/homing/bin/pip install --no-cache-dir -c requirements-dev.txt setuptool
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 10001 --user-group --no-create-home homing
 COPY --from=build /opt/homing /opt/homing
+# Only what holds in every container: a variable wins over a settings file.
 ENV PATH=/opt/homing/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,13 @@ def kubernetes(deploy: Path) -> dict[str, Manifest]:
     return {document["kind"]: document for document in documents}
 
 
-def dockerfile_environment(path: Path) -> dict[str, str]:
-    """The variables that its last ENV sets."""
-    return dict(re.findall(r"(?:^ENV|^\s{4})\s*(\w+)=(\S+)", path.read_text(), re.MULTILINE))
+@pytest.fixture(scope="module")
+def image_environment(deploy: Path) -> dict[str, str]:
+    """The variables that the router's image sets."""
+    text = (deploy / "docker/router.Dockerfile").read_text()
+    variables = dict(re.findall(r"(?:^ENV|^\s{4})\s*(\w+)=(\S+)", text, re.MULTILINE))
+    assert any(name.startswith(ENV_PREFIX) for name in variables)
+    return variables
 
 
 # --- by their schemas ----------------------------------------------------------------------------
@@ -68,16 +71,16 @@ def test_kubernetes_manifest_is_strictly_valid(deploy: Path) -> None:
 # --- true of the code ----------------------------------------------------------------------------
 
 
-def test_compose_starts_the_router_with_settings_that_it_knows(compose: Manifest, deploy: Path) -> None:
+def test_compose_starts_the_router_with_settings_that_it_knows(
+    compose: Manifest, deploy: Path, image_environment: dict[str, str]
+) -> None:
     """Flags, variables and file of compose and of the image make valid settings, and the ports published are theirs."""
     router = compose["services"]["router"]
     mounts = dict(volume.split(":")[:2][::-1] for volume in router["volumes"])
     arguments = [str(deploy / mounts[part]) if part in mounts else part for part in router["command"]]
     assert parse(arguments).workers
 
-    environment = dockerfile_environment(deploy / "docker/router.Dockerfile")
-    assert any(name.startswith(ENV_PREFIX) for name in environment)
-    settings = load_settings(environ=environment, config=deploy / "router.yaml")
+    settings = load_settings(environ=image_environment, config=deploy / "router.yaml")
     assert (settings.server.host, settings.admin.host) == ("0.0.0.0", "0.0.0.0")
     assert router["ports"] == [
         f"{settings.server.port}:{settings.server.port}",
@@ -123,35 +126,33 @@ def test_the_shim_is_started_with_flags_that_it_has(compose: Manifest, deploy: P
     assert given <= set(re.findall(r"--[\w-]+", shown))
 
 
-def config_map_settings(kubernetes: dict[str, Manifest], tmp_path: Path) -> Settings:
+@pytest.fixture
+def pod_settings(kubernetes: dict[str, Manifest], image_environment: dict[str, str], tmp_path: Path) -> Settings:
+    """What the router in the pod reads: the ConfigMap's file under the image's variables."""
     path = tmp_path / "router.yaml"
     path.write_text(kubernetes["ConfigMap"]["data"]["router.yaml"])
-    return load_settings(environ={}, config=path)
+    return load_settings(environ=image_environment, config=path)
 
 
 def test_kubernetes_config_map_holds_settings_that_the_router_knows(
-    kubernetes: dict[str, Manifest], tmp_path: Path
+    kubernetes: dict[str, Manifest], pod_settings: Settings
 ) -> None:
-    """The ConfigMap's file is accepted, binds both doors to the pod's address, and the container's ports are theirs."""
-    settings = config_map_settings(kubernetes, tmp_path)
+    """The ConfigMap's file is accepted, both doors bind the pod's address, and the container's ports are theirs."""
+    settings = pod_settings
     assert (settings.server.host, settings.admin.host, settings.log_format) == ("0.0.0.0", "0.0.0.0", "json")
+    assert settings.workers
     pod = kubernetes["Deployment"]["spec"]["template"]
     ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
     assert ports == {"http": settings.server.port, "admin": settings.admin.port}
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(settings.admin.port)
 
 
-def test_kubernetes_gives_a_drain_the_time_it_takes(kubernetes: dict[str, Manifest], tmp_path: Path) -> None:
+def test_kubernetes_gives_a_drain_the_time_it_takes(kubernetes: dict[str, Manifest], pod_settings: Settings) -> None:
     """The grace period exceeds the preStop sleep and the drain together: no stream is killed that the drain allows."""
     pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
     sleep, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert sleep == "sleep"
-    drain_seconds = config_map_settings(kubernetes, tmp_path).server.shutdown_seconds
-    assert pod["terminationGracePeriodSeconds"] > int(seconds) + drain_seconds
-
-
-def pod_containers(kubernetes: dict[str, Manifest]) -> Iterator[Manifest]:
-    yield from kubernetes["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + pod_settings.server.shutdown_seconds
 
 
 def test_kubernetes_pod_is_confined(kubernetes: dict[str, Manifest]) -> None:
@@ -160,7 +161,7 @@ def test_kubernetes_pod_is_confined(kubernetes: dict[str, Manifest]) -> None:
     assert pod["enableServiceLinks"] is False
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
-    for container in pod_containers(kubernetes):
+    for container in pod["containers"]:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"].keys() == {"cpu", "memory"}
