@@ -3,12 +3,16 @@
 HomingError
 ├── ConfigError            a setting that refuses to start; names the key
 ├── WireError              bytes that do not follow their format
+├── WorkerError            a worker cannot be reached, or not understood; a plain sentence says why
 └── RequestError           answered to the client; has status, type, code, param
     ├── BadRequest             400  invalid_request_error
     ├── Unauthorized           401  authentication_error
     ├── NotFound               404  unknown path, model_not_found
     ├── MethodNotAllowed       405
+    ├── RequestTimeout         408  the client was too slow in sending
+    ├── Conflict               409  the admin plane: such a thing exists already, or is in use
     ├── PayloadTooLarge        413
+    ├── HeadersTooLarge        431
     ├── TooManyRequests        429  with Retry-After
     ├── UpstreamFailed         502  the worker broke before its first byte, on every attempt
     ├── NoWorker               503  nothing can serve the model now; with Retry-After
@@ -31,6 +35,10 @@ class ConfigError(HomingError):
 
 class WireError(HomingError):
     """Bytes from a peer do not follow their format."""
+
+
+class WorkerError(HomingError):
+    """A worker cannot be reached, or what it says of itself cannot be used. The message is a plain sentence."""
 
 
 class RequestError(HomingError):
@@ -65,8 +73,20 @@ class MethodNotAllowed(RequestError):
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
 
 
+class RequestTimeout(RequestError):
+    status, type, code = 408, "invalid_request_error", "request_timeout"
+
+
+class Conflict(RequestError):
+    status, type, code = 409, "invalid_request_error", "conflict"
+
+
 class PayloadTooLarge(RequestError):
     status, type, code = 413, "invalid_request_error", "request_body_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    status, type, code = 431, "invalid_request_error", "request_headers_too_large"
 
 
 class TooManyRequests(RequestError):

@@ -1,16 +1,34 @@
 """Every knob of the router, with its unit and default. Read in ``app`` only and passed down in slices.
 
 Order of precedence: command line, environment (``HOMING__``, nested by ``__``), YAML file, default.
-An unknown key or a bad value refuses to start.
+An unknown key or a bad value refuses to start: ``load_settings`` raises ``ConfigError`` with one line that names the
+key, where it came from, the value and what is allowed.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from router.errors import ConfigError
+
+ENV_PREFIX = "HOMING__"
 
 
 class Policy(StrEnum):
@@ -30,7 +48,9 @@ class WorkerSpec(_Slice):
     """One worker as an operator names it. Only ``url`` is needed: the rest is asked of the worker."""
 
     url: str
-    id: str | None = Field(default=None, description="Name in metrics and headers; default: host:port.")
+    id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] = Field(
+        default=None, description="Name in metrics and headers; default: host:port."
+    )
     engine: Annotated[str | None, Field(pattern="^(vllm|sglang|shim)$")] = None
     dp_size: Annotated[int | None, Field(ge=1, le=1024)] = None
     models: tuple[str, ...] = ()
@@ -38,6 +58,36 @@ class WorkerSpec(_Slice):
         None, description="ZMQ endpoint of rank 0 (tcp://host:port); ranks count up from it. Default: asked."
     )
     kv_replay: str | None = Field(default=None, description="Replay endpoint of rank 0, like kv_events.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _plain_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("a worker's URL looks like http://host:port")
+        if parts.username or parts.query or parts.fragment:
+            raise ValueError("a worker's URL holds no credentials, query or fragment")
+        _ = parts.port  # raises ValueError for a port that is no number
+        return url.rstrip("/")
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _zmq_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None:
+            parts = urlsplit(endpoint)
+            if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
+                raise ValueError("an event endpoint looks like tcp://host:port")
+        return endpoint
+
+    @property
+    def name(self) -> str:
+        """The id, or host:port of the URL."""
+        return self.id or urlsplit(self.url).netloc
 
 
 class ModelSpec(_Slice):
@@ -110,8 +160,12 @@ class ProbeSettings(_Slice):
     parity: bool = Field(True, description="Check tokenizer, template and event stream when a worker registers.")
 
 
-class Settings(_Slice):
+class Settings(BaseSettings):
     """The whole tree."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__", validate_default=False
+    )
 
     workers: tuple[WorkerSpec, ...] = ()
     models: tuple[ModelSpec, ...] = ()
@@ -122,3 +176,183 @@ class Settings(_Slice):
     probes: ProbeSettings = ProbeSettings()
     log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "console"
+
+    @field_validator("workers")
+    @classmethod
+    def _distinct(cls, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+        names = [worker.name for worker in workers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two workers are called {twice}; give one of them another id")
+        return workers
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what the caller hands in: ``load_settings`` reads the layers and knows where each value is from."""
+        return (init_settings,)
+
+
+# --- the tree as paths ---------------------------------------------------------------------------
+
+
+class Knob(NamedTuple):
+    """One leaf of the tree: its path, and the field that describes it."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+
+    @property
+    def key(self) -> str:
+        """The path with dots, as errors and flags write it."""
+        return ".".join(self.path)
+
+    @property
+    def is_list(self) -> bool:
+        """A tuple of values; a flag or variable separates them by commas."""
+        return isinstance(self.field.default, tuple)
+
+
+def knobs(model: type[BaseModel] = Settings, path: tuple[str, ...] = ()) -> Iterator[Knob]:
+    """Every leaf setting, in the order in which they are declared."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from knobs(field.annotation, (*path, name))
+        else:
+            yield Knob((*path, name), field)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+#: A nested mapping, as one source gives it.
+Layer = Mapping[str, Any]
+
+
+def load_settings(
+    flags: Layer | None = None, *, environ: Mapping[str, str] | None = None, config: Path | None = None
+) -> Settings:
+    """Merge the command line, the environment and a YAML file, in that order of precedence.
+
+    Raises ``ConfigError`` for a key nobody knows, a value that is not allowed, a file that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    layers: list[tuple[str, Layer]] = [
+        ("the command line", flags or {}),
+        ("the environment", _read_environment(environ)),
+    ]
+    if config is not None:
+        layers.append((str(config), _read_yaml(config)))
+    merged: dict[str, Any] = {}
+    for _, layer in reversed(layers):
+        merged = _over(merged, layer)
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, layers)) from error
+
+
+def _read_environment(environ: Mapping[str, str]) -> Layer:
+    known = {(ENV_PREFIX + "__".join(knob.path)).upper(): knob for knob in knobs()}
+    values: dict[str, str] = {}
+    for name, value in environ.items():
+        if not name.upper().startswith(ENV_PREFIX):
+            continue
+        knob = known.get(name.upper())
+        if knob is None:
+            raise ConfigError(f"unknown setting {name} in the environment{_suggestion(name.upper(), list(known))}")
+        is_plain_list = knob.is_list and not value.lstrip().startswith("[")
+        values[name.lower()] = _json_list(value) if is_plain_list else value
+    source = EnvSettingsSource(Settings)
+    source.env_vars = values
+    try:
+        return source()
+    except SettingsError as error:
+        raise ConfigError(f"the environment holds a list that is not JSON: {error}") from error
+
+
+def _json_list(commas: str) -> str:
+    return "[" + ",".join(f'"{item.strip()}"' for item in commas.split(",") if item.strip()) + "]"
+
+
+def _read_yaml(path: Path) -> Layer:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{path} must hold a mapping of settings, such as 'server: {{port: 8000}}'")
+    return data
+
+
+def _over(below: Mapping[str, Any], above: Layer) -> dict[str, Any]:
+    """``above`` laid over ``below``; mappings merge, everything else replaces."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _over(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+# --- telling what is wrong -----------------------------------------------------------------------
+
+
+def _one_line(error: ValidationError, layers: list[tuple[str, Layer]]) -> str:
+    first = error.errors(include_url=False)[0]
+    path, kind = first["loc"], first["type"]
+    key = ".".join(str(part) for part in path)
+    given = path[:-1] if kind == "missing" else path
+    origin = next((name for name, layer in layers if _holds(layer, given)), "the defaults")
+    if kind == "extra_forbidden":
+        return f"unknown setting {key} in {origin}{_suggestion(key, _siblings(path))}"
+    if kind == "missing":
+        return f"{key} is missing in {origin}"
+    return f"bad value for {key} in {origin}: {first['input']!r}; {_allowed(kind, first['msg'], key)}"
+
+
+def _allowed(kind: str, message: str, key: str) -> str:
+    if kind == "string_pattern_mismatch":
+        knob = next((knob for knob in knobs() if knob.key == key), None)
+        patterns = [item.pattern for item in knob.field.metadata if hasattr(item, "pattern")] if knob else []
+        if patterns and patterns[0].startswith("^("):
+            return "allowed: " + ", ".join(patterns[0][2:-2].split("|"))
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def _holds(layer: object, path: tuple[int | str, ...]) -> bool:
+    for part in path:
+        if isinstance(layer, str) and part == "url":
+            return True  # a worker given as a bare URL
+        is_item = isinstance(layer, list | tuple) and isinstance(part, int) and part < len(layer)
+        if not is_item and not (isinstance(layer, Mapping) and part in layer):
+            return False
+        layer = cast("Any", layer)[part]
+    return True
+
+
+def _siblings(path: tuple[int | str, ...]) -> list[str]:
+    """The keys that would have been right where ``path`` is wrong."""
+    parent = path[:-1]
+    items: dict[str, type[BaseModel]] = {"workers": WorkerSpec, "models": ModelSpec}
+    if len(parent) == 2 and isinstance(parent[1], int):
+        names = set(items[str(parent[0])].model_fields)
+    else:
+        names = {knob.path[len(parent)] for knob in knobs() if knob.path[: len(parent)] == parent}
+    return sorted(".".join(map(str, (*parent, name))) for name in names)
+
+
+def _suggestion(wrong: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(known)}" if 0 < len(known) <= 12 else ""

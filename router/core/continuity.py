@@ -29,13 +29,13 @@ from router.core.continuity_types import (
     AskReplay,
     AskSnapshot,
     Cause,
+    Check,
     Clear,
     Damaged,
     Event,
     Joined,
     Load,
     Message,
-    Quiet,
     ReplayDone,
     ReplayEnd,
     ReplayPart,
@@ -61,6 +61,9 @@ class Phase(StrEnum):
 # --- state ----------------------------------------------------------------------------------------
 
 
+Held = tuple[tuple[int, EventBatch], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Continuity:
     """Where one rank's stream stands. ``expected`` is the next sequence number to apply; None: no picture yet."""
@@ -70,13 +73,16 @@ class Continuity:
     phase: Phase = Phase.LIVE
     expected: int | None = None
     live_next: int | None = None
-    epoch: str | None = None
+    epoch: str | None = None  # of the picture
+    seen_epochs: tuple[str, ...] = ()  # in the order in which they were first seen
+    asked_epochs: tuple[str, ...] = ()  # those seen when the open ask was made: its answer tells which one lives
     past_epochs: tuple[str, ...] = ()
     last_timestamp: float | None = None
     ticket: int = 0
     asked_at: int | None = None  # ``expected`` when the open replay was asked for
     is_verified: bool = True  # the open replay is known to come from the publisher of the picture
-    held: tuple[tuple[int, EventBatch], ...] = ()  # by sequence, none below ``expected``
+    has_parts: bool = False  # the open replay has brought something
+    held: Held = ()  # by sequence, none below ``expected``
 
 
 Step = tuple[Continuity, list[Action]]
@@ -101,7 +107,7 @@ def advance(state: Continuity, event: Event) -> Step:
             return state, []
         case Joined():
             return _joined(state)
-        case Quiet():
+        case Check():
             can_ask = state.phase is Phase.LIVE and state.has_replay and state.expected is not None
             return _ask_replay(state, Cause.CHECK) if can_ask else (state, [])
         case Restarted():
@@ -117,18 +123,19 @@ def _is_open(state: Continuity, phase: Phase, ticket: int) -> bool:
 
 def _message(state: Continuity, event: Message) -> Step:
     sequence, batch = event.sequence, event.batch
-    if batch.epoch is not None and batch.epoch in state.past_epochs:
+    if batch.epoch in state.past_epochs:
         return state, []
-    if _is_restart(state, event):
-        return _new_publisher(state, batch.epoch, held=((sequence, batch),), live_next=sequence + 1)
-    state = replace(state, live_next=sequence + 1, epoch=batch.epoch or state.epoch)
+    is_restart = _is_restart(state, event)
+    state = replace(_see(state, batch.epoch), live_next=sequence + 1)
+    if is_restart:
+        return _begin_anew(state, Cause.RESTART, held=((sequence, batch),))
     if state.expected is not None and sequence < state.expected:
         return state, []  # a replay or snapshot brought it before
     state = _hold(state, sequence, batch)
     if state.phase is not Phase.LIVE:
         return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
     if state.expected is None:
-        if sequence == 0 or not (state.has_replay or state.has_snapshot):
+        if sequence == 0:
             return _settle(state, [])
         return _begin_anew(state, Cause.JOIN, held=state.held)
     if sequence == state.expected:
@@ -138,13 +145,19 @@ def _message(state: Continuity, event: Message) -> Step:
 
 def _is_restart(state: Continuity, event: Message) -> bool:
     epoch = event.batch.epoch
-    if epoch is not None and state.epoch is not None:
-        return epoch != state.epoch
+    if epoch is not None:
+        return state.epoch is not None and epoch != state.epoch
     if state.live_next is not None and event.sequence < state.live_next:
         return True
     # The live stream may lag behind what a replay brought. Such a message is not newer than the picture.
     is_behind = state.expected is not None and event.sequence < state.expected
     return is_behind and state.last_timestamp is not None and event.batch.timestamp > state.last_timestamp
+
+
+def _see(state: Continuity, epoch: str | None) -> Continuity:
+    if epoch is None or epoch in state.seen_epochs:
+        return state
+    return replace(state, seen_epochs=(*state.seen_epochs, epoch)[-_EPOCHS_REMEMBERED:])
 
 
 def _ask_missing(state: Continuity) -> Step:
@@ -177,22 +190,25 @@ def _ask_replay(state: Continuity, cause: Cause) -> Step:
         ticket=state.ticket + 1,
         asked_at=state.expected,
         is_verified=not state.expected,
+        has_parts=False,
+        asked_epochs=state.seen_epochs,
     )
     return state, [AskReplay(start=start, ticket=state.ticket, cause=cause)]
 
 
 def _replay_part(state: Continuity, event: ReplayPart) -> Step:
     sequence, batch = event.sequence, event.batch
-    if batch.epoch is not None and batch.epoch in state.past_epochs:
-        return state, []
-    if batch.epoch is not None and state.epoch is not None and batch.epoch != state.epoch:
-        return _new_publisher(state, batch.epoch, held=(), live_next=None)
-    state = replace(state, epoch=batch.epoch or state.epoch)
+    if batch.epoch is not None and batch.epoch != state.epoch:
+        state = _see(state, batch.epoch)
+        if state.epoch is not None or _is_outdated(state, batch.epoch):
+            return _begin_anew(state, Cause.RESTART, held=())
+        state = _confirm(state, batch.epoch)
+    state = replace(state, has_parts=True)
     if state.expected is not None and sequence < state.expected:
         if state.is_verified or sequence != state.expected - 1:
             return state, []
         if batch.epoch is None and state.last_timestamp not in (None, batch.timestamp):
-            return _new_publisher(state, batch.epoch, held=(), live_next=None)
+            return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())
         return _drain(replace(state, is_verified=True))
     state = _hold(state, sequence, batch)
     if state.expected is None and sequence == 0:
@@ -201,14 +217,18 @@ def _replay_part(state: Continuity, event: ReplayPart) -> Step:
 
 
 def _replay_end(state: Continuity) -> Step:
+    done: list[Action] = [ReplayDone(ReplayResult.WHOLE)]
+    if state.is_verified and not state.has_parts and state.expected is None and state.held:
+        state = replace(state, expected=0)  # it was asked before the first message, which then was lost
+        return _after(done, _ask_replay(state, Cause.GAP))
+    if state.is_verified and (state.expected is None or not state.held):
+        return _settle(state, done)
+    if state.is_verified and state.expected != state.asked_at:  # filled; since then a live message was lost
+        return _after(done, _ask_replay(state, Cause.GAP))
+    done = [ReplayDone(ReplayResult.INCOMPLETE)]
     if not state.is_verified:
-        step = _begin_anew(state, Cause.REPLAY, held=())
-        return _after([ReplayDone(ReplayResult.INCOMPLETE)], step)
-    if state.expected is None or not state.held:
-        return _settle(state, [ReplayDone(ReplayResult.WHOLE)])
-    if state.expected != state.asked_at:  # it brought something, and since then a live message was lost
-        return _after([ReplayDone(ReplayResult.WHOLE)], _ask_replay(state, Cause.GAP))
-    return _after([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
+        return _after(done, _begin_anew(state, Cause.REPLAY, held=()))
+    return _after(done, _give_up(state, Cause.REPLAY))
 
 
 def _ask_failed(state: Continuity) -> Step:
@@ -225,14 +245,17 @@ def _ask_failed(state: Continuity) -> Step:
 
 def _snapshot(state: Continuity, snapshot: Snapshot) -> Step:
     epoch = snapshot.batch.epoch
-    if epoch is not None and epoch in state.past_epochs:
-        return _ask_failed(state)
-    held = tuple((sequence, batch) for sequence, batch in state.held if sequence > snapshot.sequence)
-    if epoch is not None and epoch != state.epoch:
-        held = tuple((sequence, batch) for sequence, batch in held if batch.epoch == epoch)
-        state = replace(_renamed(state, epoch), live_next=None)
+    if epoch is not None:
+        state = _see(state, epoch)
+        if _is_outdated(state, epoch):
+            return _begin_anew(state, Cause.RESTART, held=())
+        state = _confirm(state, epoch)
     state = replace(
-        state, phase=Phase.LIVE, expected=snapshot.sequence + 1, held=held, last_timestamp=None, is_verified=True
+        state,
+        phase=Phase.LIVE,
+        expected=snapshot.sequence + 1,
+        held=tuple(item for item in state.held if item[0] > snapshot.sequence),
+        last_timestamp=None,
     )
     state, actions = _drain(state)
     actions.insert(0, Load(snapshot))
@@ -241,32 +264,35 @@ def _snapshot(state: Continuity, snapshot: Snapshot) -> Step:
     return state, actions
 
 
+# --- which process lives --------------------------------------------------------------------------
+
+
+def _is_outdated(state: Continuity, epoch: str) -> bool:
+    """An answer of ``epoch`` says nothing once a message of a process unknown at the time of asking has come."""
+    return any(batch.epoch not in (None, epoch, *state.asked_epochs) for _, batch in state.held)
+
+
+def _confirm(state: Continuity, epoch: str) -> Continuity:
+    """The answer names the process that lives; all others that were known are past."""
+    return replace(
+        state,
+        epoch=epoch,
+        past_epochs=tuple(other for other in state.asked_epochs if other != epoch),
+        held=tuple(item for item in state.held if item[1].epoch in (None, epoch)),
+    )
+
+
 # --- beginning anew -------------------------------------------------------------------------------
 
 
-def _new_publisher(
-    state: Continuity, epoch: str | None, *, held: tuple[tuple[int, EventBatch], ...], live_next: int | None
-) -> Step:
-    state = replace(_renamed(state, epoch), live_next=live_next)
-    return _begin_anew(state, Cause.RESTART, held=held)
-
-
-def _renamed(state: Continuity, epoch: str | None) -> Continuity:
-    """The state under another publisher; messages of the old one that still arrive will be dropped."""
-    past = state.past_epochs
-    if state.epoch is not None and state.epoch != epoch:
-        past = (*past, state.epoch)[-_EPOCHS_REMEMBERED:]
-    return replace(state, epoch=epoch, past_epochs=past)
-
-
-def _begin_anew(state: Continuity, cause: Cause, *, held: tuple[tuple[int, EventBatch], ...]) -> Step:
+def _begin_anew(state: Continuity, cause: Cause, *, held: Held) -> Step:
     """No picture. ``held`` is what is surely of this publisher and counts once the rest is here."""
     actions: list[Action] = [] if cause is Cause.JOIN else [Clear(cause)]
-    state = replace(state, expected=None, last_timestamp=None, held=held, is_verified=True, asked_at=None)
-    if held and held[0][0] == 0:
+    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True, asked_at=None)
+    if held and held[0][0] == 0 and held[0][1].epoch is None:
         return _settle(state, actions)
     if state.has_snapshot:
-        state = replace(state, phase=Phase.SNAPSHOT, ticket=state.ticket + 1)
+        state = replace(state, phase=Phase.SNAPSHOT, ticket=state.ticket + 1, asked_epochs=state.seen_epochs)
         return state, [*actions, AskSnapshot(ticket=state.ticket, cause=cause)]
     if state.has_replay:
         return _after(actions, _ask_replay(state, cause))
@@ -307,7 +333,10 @@ def _damaged(state: Continuity, event: Damaged) -> Step:
 
 def _hold(state: Continuity, sequence: int, batch: EventBatch) -> Continuity:
     at = bisect_left(state.held, sequence, key=lambda item: item[0])
-    if at < len(state.held) and state.held[at][0] == sequence:
+    if any(
+        item[0] == sequence and item[1].epoch == batch.epoch
+        for item in state.held[at : at + len(state.seen_epochs) + 1]
+    ):
         return state
     return replace(state, held=(*state.held[:at], (sequence, batch), *state.held[at:]))
 
@@ -330,10 +359,12 @@ def _settle(state: Continuity, actions: list[Action]) -> Step:
     """Be live. Without a picture, begin with the last unbroken run of what is held: only that surely still holds."""
     state = replace(state, phase=Phase.LIVE, asked_at=None, is_verified=True)
     if state.expected is None and state.held:
-        start = len(state.held) - 1
-        while start and state.held[start - 1][0] == state.held[start][0] - 1:
+        epoch = state.epoch or state.held[-1][1].epoch
+        held = tuple(item for item in state.held if item[1].epoch == epoch)
+        start = len(held) - 1
+        while start and held[start - 1][0] == held[start][0] - 1:
             start -= 1
-        state = replace(state, expected=state.held[start][0], held=state.held[start:])
+        state = replace(state, expected=held[start][0], epoch=epoch, held=held[start:])
     return _after(actions, _drain(state))
 
 

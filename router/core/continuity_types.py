@@ -38,8 +38,8 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
-    """Nothing came for long. Was the last message lost?"""
+class Check:
+    """It is time to ask whether the last message was lost, or the publisher replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Restarted:
     """Somebody else knows that the worker is a new process."""
 
 
-Event = Joined | Quiet | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted
+Event = Joined | Check | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted
 
 
 # --- actions: what the shell must do, in this order -----------------------------------------------

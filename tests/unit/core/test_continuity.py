@@ -1,0 +1,385 @@
+"""The event stream's state machine: each way a picture breaks, and any schedule of them against an oracle."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core.continuity import HOLD_LIMIT, Continuity, Phase, advance
+from router.core.continuity_types import (
+    Action,
+    Apply,
+    AskFailed,
+    AskReplay,
+    AskSnapshot,
+    Cause,
+    Check,
+    Clear,
+    Damaged,
+    Event,
+    Joined,
+    Load,
+    Message,
+    ReplayDone,
+    ReplayEnd,
+    ReplayPart,
+    ReplayResult,
+    SnapshotTaken,
+)
+from router.wire.kv_events import EventBatch, Snapshot
+
+
+def batch(sequence: int, *, epoch: str | None = None, start: float = 0.0) -> EventBatch:
+    return EventBatch(timestamp=start + sequence, events=(), epoch=epoch)
+
+
+def feed(state: Continuity, *events: Event) -> tuple[Continuity, list[Action]]:
+    actions: list[Action] = []
+    for event in events:
+        state, more = advance(state, event)
+        actions += more
+    return state, actions
+
+
+def live(has_replay: bool = True, has_snapshot: bool = False, upto: int = 3, epoch: str | None = None) -> Continuity:
+    state = Continuity(has_replay=has_replay, has_snapshot=has_snapshot)
+    return feed(state, *(Message(n, batch(n, epoch=epoch)) for n in range(upto)))[0]
+
+
+# --- one turn each --------------------------------------------------------------------------------
+
+
+def test_messages_in_order_are_applied_as_they_come() -> None:
+    """An unbroken stream from 0 needs nothing but applying."""
+    state = Continuity(has_replay=True, has_snapshot=True)
+    _, actions = feed(state, Message(0, batch(0)), Message(1, batch(1)))
+    assert actions == [Apply(batch(0)), Apply(batch(1))]
+
+
+def test_a_late_joiner_asks_for_a_snapshot_where_there_is_one() -> None:
+    """A join with a snapshot on offer asks it, holds what comes, and drops what the snapshot covers."""
+    state = Continuity(has_replay=True, has_snapshot=True)
+    state, actions = feed(state, Joined())
+    assert actions == [AskSnapshot(ticket=1, cause=Cause.JOIN)]
+    state, actions = feed(state, Message(7, batch(7)), Message(8, batch(8)))
+    assert actions == []
+    snapshot = Snapshot(7, batch(7))
+    state, actions = feed(state, SnapshotTaken(1, snapshot))
+    assert actions == [Load(snapshot), Apply(batch(8))]
+    assert state.phase is Phase.LIVE
+
+
+def test_a_late_joiner_without_snapshots_replays_from_the_beginning() -> None:
+    """The first message has number 5: replay from 0, then what was held."""
+    state = Continuity(has_replay=True, has_snapshot=False)
+    state, actions = feed(state, Message(5, batch(5)))
+    assert actions == [AskReplay(start=0, ticket=1, cause=Cause.JOIN)]
+    _, actions = feed(state, *(ReplayPart(1, n, batch(n)) for n in range(6)), ReplayEnd(1))
+    assert actions == [*(Apply(batch(n)) for n in range(6)), ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_without_replay_or_snapshot_the_picture_begins_with_what_comes() -> None:
+    """A publisher that offers nothing is followed from the first message seen."""
+    _, actions = feed(Continuity(has_replay=False, has_snapshot=False), Joined(), Message(9, batch(9)))
+    assert actions == [Apply(batch(9))]
+
+
+def test_a_gap_is_filled_by_a_replay_and_live_messages_wait() -> None:
+    """Messages 3 and 4 are lost: 5 and 6 are applied after the replay has brought them."""
+    state, actions = feed(live(), Message(5, batch(5)))
+    assert actions == [AskReplay(start=2, ticket=1, cause=Cause.GAP)]
+    state, actions = feed(state, Message(6, batch(6)), ReplayPart(1, 2, batch(2)))
+    assert actions == []
+    _, actions = feed(state, ReplayPart(1, 3, batch(3)), ReplayPart(1, 4, batch(4)), ReplayEnd(1))
+    assert actions == [*(Apply(batch(n)) for n in (3, 4, 5, 6)), ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_a_restart_hidden_in_a_gap_is_found_by_the_message_before_it() -> None:
+    """No epoch, and the new process has already passed our number: its message 2 has another timestamp."""
+    state, _ = feed(live(), Message(5, batch(5, start=100)))
+    _, actions = feed(state, ReplayPart(1, 2, batch(2, start=100)))
+    assert actions == [Clear(Cause.RESTART), AskReplay(start=0, ticket=2, cause=Cause.RESTART)]
+
+
+def test_numbers_that_run_backwards_are_a_restart() -> None:
+    """A message 0 after message 2 is the first of a new process: clear, then apply."""
+    _, actions = feed(live(), Message(0, batch(0, start=100)))
+    assert actions == [Clear(Cause.RESTART), Apply(batch(0, start=100))]
+
+
+def test_another_epoch_is_a_restart_and_the_old_one_is_dropped_from_then_on() -> None:
+    """The number fits, the epoch does not; and a straggler of the old process changes nothing."""
+    state, actions = feed(live(epoch="a"), Message(3, batch(3, epoch="b")))
+    assert actions == [Clear(Cause.RESTART), AskReplay(start=0, ticket=1, cause=Cause.RESTART)]
+    state, _ = feed(state, *(ReplayPart(1, n, batch(n, epoch="b")) for n in range(4)), ReplayEnd(1))
+    assert feed(state, Message(4, batch(4, epoch="a"))) == (state, [])
+    assert feed(state, Message(4, batch(4, epoch="b")))[1] == [Apply(batch(4, epoch="b"))]
+
+
+def test_a_replay_that_does_not_reach_back_far_enough_begins_anew() -> None:
+    """The buffer starts at 7 while 3 is wanted: what is known is thrown away, all that is kept is read."""
+    state, _ = feed(live(), Message(9, batch(9)))
+    state, actions = feed(state, *(ReplayPart(1, n, batch(n)) for n in (7, 8, 9)), ReplayEnd(1))
+    assert actions == [
+        ReplayDone(ReplayResult.INCOMPLETE),
+        Clear(Cause.REPLAY),
+        AskReplay(start=0, ticket=2, cause=Cause.REPLAY),
+    ]
+    _, actions = feed(state, *(ReplayPart(2, n, batch(n)) for n in (7, 8, 9)), ReplayEnd(2))
+    assert actions == [ReplayDone(ReplayResult.WHOLE), *(Apply(batch(n)) for n in (7, 8, 9))]
+
+
+def test_a_replay_that_fails_clears_and_goes_on_with_what_is_held() -> None:
+    """No answer comes: only the unbroken run at the end is trusted."""
+    state, _ = feed(live(), Message(5, batch(5)), Message(7, batch(7)), Message(8, batch(8)))
+    state, actions = feed(state, AskFailed(1))
+    assert actions == [
+        ReplayDone(ReplayResult.FAILED),
+        Clear(Cause.REPLAY),
+        Apply(batch(7)),
+        Apply(batch(8)),
+    ]
+    assert feed(state, Message(9, batch(9)))[1] == [Apply(batch(9))]
+
+
+def test_when_snapshot_and_replay_both_fail_the_stream_is_followed_from_here() -> None:
+    """Two failures end in the live phase, not in asking for ever."""
+    state, actions = feed(live(has_snapshot=True), Message(9, batch(9)))
+    assert actions == [AskReplay(start=2, ticket=1, cause=Cause.GAP)]
+    state, actions = feed(state, AskFailed(1))
+    assert actions[-1] == AskSnapshot(ticket=2, cause=Cause.REPLAY)
+    state, actions = feed(state, AskFailed(2))
+    assert actions == [AskReplay(start=0, ticket=3, cause=Cause.SNAPSHOT)]
+    state, actions = feed(state, Message(10, batch(10)), AskFailed(3))
+    assert actions == [ReplayDone(ReplayResult.FAILED), Apply(batch(10))]
+    assert state.phase is Phase.LIVE
+
+
+def test_a_late_message_that_a_replay_has_already_brought_is_no_restart() -> None:
+    """The replay ran ahead of the live stream; the live copies follow and are dropped."""
+    state, _ = feed(live(), Check())
+    state, actions = feed(state, *(ReplayPart(1, n, batch(n)) for n in (2, 3, 4)), ReplayEnd(1))
+    assert actions == [Apply(batch(3)), Apply(batch(4)), ReplayDone(ReplayResult.WHOLE)]
+    assert feed(state, Message(3, batch(3)), Message(4, batch(4)), Message(5, batch(5)))[1] == [Apply(batch(5))]
+
+
+def test_a_connection_made_again_checks_the_tail() -> None:
+    """A last message lost while the connection was down is found without waiting for the next one."""
+    state, actions = feed(live(), Joined())
+    assert actions == [AskReplay(start=2, ticket=1, cause=Cause.CHECK)]
+    _, actions = feed(state, ReplayPart(1, 2, batch(2)), ReplayPart(1, 3, batch(3)), ReplayEnd(1))
+    assert actions == [Apply(batch(3)), ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_a_connection_made_again_without_replay_forgets_the_picture() -> None:
+    """What was missed cannot be known, so nothing is believed."""
+    assert feed(live(has_replay=False), Joined())[1] == [Clear(Cause.CHECK)]
+
+
+def test_damage_throws_the_picture_away() -> None:
+    """What the message said is unknown: clear, and follow from the next one."""
+    state, actions = feed(live(), Damaged(3))
+    assert actions == [Clear(Cause.DAMAGE)]
+    assert feed(state, Message(4, batch(4)))[1] == [Apply(batch(4))]
+
+
+def test_damage_inside_a_replay_forgets_what_stood_before_it() -> None:
+    """Part 4 is unreadable: 3 is forgotten again, 5 is kept."""
+    state, _ = feed(live(), Message(6, batch(6)), ReplayPart(1, 2, batch(2)), ReplayPart(1, 3, batch(3)))
+    _, actions = feed(state, Damaged(4, ticket=1), ReplayPart(1, 5, batch(5)), ReplayEnd(1))
+    assert actions == [Clear(Cause.DAMAGE), Apply(batch(5)), Apply(batch(6)), ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_the_hold_buffer_is_bounded() -> None:
+    """A replay that never answers costs no more than the limit; then the picture begins with what is held."""
+    state, _ = feed(live(), Message(5, batch(5)))
+    applied = 0
+    for n in range(6, 6 + HOLD_LIMIT):
+        state, actions = feed(state, Message(n, batch(n)))
+        assert len(state.held) <= HOLD_LIMIT
+        applied += sum(isinstance(action, Apply) for action in actions)
+    assert applied == HOLD_LIMIT + 1
+    assert state.phase is Phase.LIVE
+
+
+@pytest.mark.parametrize("late", [ReplayPart(1, 3, batch(3)), ReplayEnd(1), AskFailed(1)])
+def test_an_answer_to_an_older_question_is_ignored(late: Event) -> None:
+    """A second ask replaces the first; what still comes for the first is not for us."""
+    state, _ = feed(live(), Message(5, batch(5)), Message(0, batch(0, start=100)), Message(4, batch(4, start=100)))
+    assert state.ticket == 2
+    assert feed(state, late) == (state, [])
+
+
+# --- any schedule ---------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """A publisher with its process restarts, the wires between, and a consumer that obeys the actions.
+
+    What the consumer believes is kept as the list of messages that made it: (process, sequence).
+    """
+
+    has_snapshot: bool
+    has_epoch: bool
+    random: random.Random
+    state: Continuity = field(init=False)
+    process: int = 0
+    published: int = 0
+    clock: float = 0.0
+    log: list[EventBatch] = field(default_factory=list)
+    wire: list[Event] = field(default_factory=list)
+    ask: AskReplay | AskSnapshot | None = None
+    answer: list[Event] = field(default_factory=list)
+    believed: list[tuple[int, int]] = field(default_factory=list)
+    identity: dict[float, tuple[int, int]] = field(default_factory=dict)
+    is_lossless: bool = True
+
+    def __post_init__(self) -> None:
+        self.state = Continuity(has_replay=True, has_snapshot=self.has_snapshot)
+
+    def publish(self, *, dropped: bool = False) -> None:
+        self.clock += 1
+        epoch = f"e{self.process}" if self.has_epoch else None
+        message = EventBatch(timestamp=self.clock, events=(), epoch=epoch)
+        self.identity[self.clock] = (self.process, len(self.log))
+        if not dropped:
+            self.wire.append(Message(len(self.log), message))
+        self.log.append(message)
+
+    def restart(self) -> None:
+        """A new process; with epochs, stragglers of the old one may arrive after the first of the new one."""
+        self.process += 1
+        self.log = []
+        stragglers: list[Event] = []
+        if self.has_epoch:
+            stragglers, self.wire = self.wire, []
+        self.wire.append(Joined())
+        self.publish()
+        self.wire += stragglers
+
+    def deliver(self) -> None:
+        if self.wire:
+            self.feed(self.wire.pop(0))
+
+    def serve(self) -> None:
+        """The publisher answers the open ask from what it has now."""
+        ask, self.ask = self.ask, None
+        if isinstance(ask, AskReplay):
+            parts: list[Event] = [ReplayPart(ask.ticket, n, self.log[n]) for n in range(ask.start, len(self.log))]
+            self.random.shuffle(parts)
+            self.answer = [*parts, ReplayEnd(ask.ticket)]
+        elif isinstance(ask, AskSnapshot):
+            epoch = f"e{self.process}" if self.has_epoch else None
+            content = EventBatch(timestamp=-float(self.process) - 1, events=(), epoch=epoch)
+            self.answer = [SnapshotTaken(ask.ticket, Snapshot(len(self.log) - 1, content))]
+
+    def answer_one(self) -> None:
+        if self.answer:
+            self.feed(self.answer.pop(0))
+
+    def lose_answer(self) -> None:
+        if self.ask is not None:
+            ticket, self.ask = self.ask.ticket, None
+            self.is_lossless = False
+            self.feed(AskFailed(ticket))
+
+    def feed(self, event: Event) -> None:
+        self.state, actions = advance(self.state, event)
+        for action in actions:
+            match action:
+                case Apply(message):
+                    self.believed.append(self.identity[message.timestamp])
+                case Load(snapshot):
+                    process = int(-snapshot.batch.timestamp - 1)
+                    self.believed = [(process, n) for n in range(snapshot.sequence + 1)]
+                case Clear():
+                    self.believed = []
+                case AskReplay() | AskSnapshot():
+                    self.ask, self.answer = action, []
+                case _:
+                    pass
+
+    def settle(self) -> None:
+        """One more message, and all that is under way arrives."""
+        self.publish()
+        for _ in range(10_000):
+            if not (self.wire or self.ask or self.answer):
+                return
+            self.deliver()
+            if not self.wire:
+                self.serve()
+            while self.answer:
+                self.answer_one()
+        raise AssertionError("the machine never comes to rest")
+
+
+STEPS = ("publish", "publish", "drop", "deliver", "deliver", "check", "serve", "answer", "answer", "restart", "blip")
+
+
+def run(world: World, steps: list[str]) -> None:
+    world.wire.append(Joined())
+    for step in steps:
+        match step:
+            case "publish":
+                world.publish()
+            case "drop":
+                world.publish(dropped=True)
+            case "deliver":
+                world.deliver()
+            case "serve":
+                world.serve()
+            case "answer":
+                world.answer_one()
+            case "restart":
+                world.restart()
+            case "blip":
+                world.wire.append(Joined())
+            case "check":
+                world.feed(Check())
+            case "lose":
+                world.lose_answer()
+    world.settle()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(STEPS), max_size=60),
+    has_snapshot=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_schedule_ends_in_the_publishers_own_state(steps: list[str], has_snapshot: bool, seed: int) -> None:
+    """Drops, shuffled replays, restarts with stragglers: at rest, all messages of the process count, once, in order."""
+    world = World(has_snapshot=has_snapshot, has_epoch=True, random=random.Random(seed))
+    run(world, steps)
+    assert world.believed == [(world.process, n) for n in range(len(world.log))]
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps=st.lists(st.sampled_from(STEPS), max_size=60), seed=st.integers(0, 2**16))
+def test_any_schedule_of_a_publisher_without_epochs(steps: list[str], seed: int) -> None:
+    """The same for engines that name no epoch, where restarts show only in numbers, timestamps and connections."""
+    world = World(has_snapshot=False, has_epoch=False, random=random.Random(seed))
+    run(world, steps)
+    assert world.believed == [(world.process, n) for n in range(len(world.log))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from((*STEPS, "lose")), max_size=60),
+    has_snapshot=st.booleans(),
+    has_epoch=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_lost_answers_never_leave_anything_stale(
+    steps: list[str], has_snapshot: bool, has_epoch: bool, seed: int
+) -> None:
+    """Whatever fails, what is believed is an unbroken run of the present process up to its last message."""
+    world = World(has_snapshot=has_snapshot and has_epoch, has_epoch=has_epoch, random=random.Random(seed))
+    run(world, steps)
+    first = world.believed[0][1]
+    assert world.believed == [(world.process, n) for n in range(first, len(world.log))]
