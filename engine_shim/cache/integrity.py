@@ -20,10 +20,12 @@ def check_integrity(cache: RadixCache, *, held: Sequence[Collection[int]], recei
 
     ``held[g]`` are the pages of group g that requests own, ``receipts`` all locks that were not released.
 
-    - Links go both ways, keys and hashes follow from the tokens, and every run has one full page a page and as many window pages or none.
+    - Links go both ways, keys and hashes follow from the tokens, and every run has one full page a page and
+      as many window pages or none.
     - Each page of a pool is free, the tree's or a request's: exactly one of them.
     - Lock counts are those that the receipts add up to.
-    - The two orders of eviction list exactly what is unlocked, count their pages right, and no parent is older than its child.
+    - The two orders of eviction list exactly what is unlocked, count their pages right, and no parent is
+      older than its child.
     """
     nodes = list(cache.nodes())
     for node in nodes:

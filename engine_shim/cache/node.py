@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 class Node:
     """A run of whole pages that hang below ``parent``: the edge and its end in one.
 
-    ``tokens`` is ``len(full) * page_tokens`` long, ``hashes`` and ``full`` have one entry a page. ``window`` has one entry
-    a page too, or is None: a *tombstone*, the window group holds nothing of this run. A child is keyed by the tokens of its first page.
-    A root has no pages; its one hash is the seed of its namespace's chain.
+    ``tokens`` is ``len(full) * page_tokens`` long, ``hashes`` and ``full`` have one entry a page. ``window``
+    has one entry a page too, or is None: a *tombstone*, the window group holds nothing of this run. A child
+    is keyed by the tokens of its first page. A root has no pages; its one hash is the seed of its namespace's
+    chain.
     """
 
     namespace: str

@@ -1,26 +1,28 @@
 """The prefix cache: a radix tree over pages, with a full-attention and a sliding-window component.
 
-Each namespace has a root. An edge is a run of whole pages; it is split on page boundaries only. A node always holds its
-full pages and may hold its window pages (else it is a tombstone there). What is *stored* is not what can be *used*::
+Each namespace has a root. An edge is a run of whole pages; it is split on page boundaries only. A node always
+holds its full pages and may hold its window pages (else it is a tombstone there). What is *stored* is not
+what can be *used*::
 
-    pages       0   1   2   3   4   5   6   7   8          window of 2 pages
-    full      [ F   F   F | F   F | F   F   F ]            all of it resident from the root
-    window    [ W   W   W | .   . | .   W   W ]            two tombstones; say node 3 was cut after page 5
-                        ^ usable 3            ^ usable 8   a boundary needs the 2 window pages before it
-                                  ^ not usable at 6        (a run that reaches back to page 0 is enough)
+    pages     0   1   2 | 3   4 | 5   6   7     three nodes, all of them full; a window of two pages
+    full      F   F   F | F   F | F   F   F
+    window    W   W   W | .   . | W   W   W     the second node is a tombstone
+    usable  0   1   2   3               7   8   a boundary needs the two window pages before it,
+                                                or, nearer to the root, all there are
 
-A prompt that agrees on pages 0-5 can thus reuse 3 pages, while the full component alone reaches 6: its *fork point*. Who
-runs that prompt stores the window's tail there, and the next one with the same head reuses 6.
+A prompt that agrees on pages 0-5 can reuse three pages, while the full component alone reaches six: its *fork
+point*. Who runs that prompt stores the window's tail there, and the next one with the same head reuses six.
 
-**Ownership.** A page belongs to the free list, to the tree or to one request. ``insert`` moves pages from a request to the tree.
-A request reads pages of the tree under a lock; the tree gives up unlocked pages only.
+**Ownership.** A page belongs to the free list, to the tree or to one request. ``insert`` moves pages from a
+request to the tree. A request reads pages of the tree under a lock; the tree gives up unlocked pages only.
 
 **Order of eviction**, least recently used first, where use is an insert or the release of a lock:
 
-- full: page by page from the end of the oldest leaf; its window pages go with it. Every use counts for the whole path,
-  so a parent is never older than its child and the oldest unlocked node is always a leaf.
-- window: the run of the oldest node, wherever it stands; the node stays as a tombstone. A use counts for the last window before the boundary
-  only, nearest to the root first: older window pages are of no use to whoever continues there.
+- full: page by page from the end of the oldest leaf; its window pages go with it. Every use counts for the
+  whole path, so a parent is never older than its child and the oldest unlocked node is always a leaf.
+- window: the run of the oldest node, wherever it stands; the node stays as a tombstone. A use counts for the
+  last window before the boundary only, nearest to the root first: older window pages are of no use to whoever
+  continues there.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ FULL, WINDOW = 0, 1
 class Match:
     """What a prompt can reuse. Valid until the tree changes: lock it at once or drop it.
 
-    ``tables`` are ready to be a request's page tables: ``pages`` entries for each group, in the window group NULL_PAGE
-    before the last window. ``full_pages >= pages`` is how far the full component alone goes.
+    ``tables`` are ready to be a request's page tables: ``pages`` entries for each group, in the window group
+    NULL_PAGE before the last window. ``full_pages >= pages`` is how far the full component alone goes.
     """
 
     node: Node
@@ -54,7 +56,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A lock: the full pages from the root to ``node`` (``pages`` of them) and the last ``window_pages`` window pages.
+    """A lock: the full pages from the root to ``node`` (``pages`` of them) and the last ``window_pages``
+    window pages.
 
     Splits keep the end of a node in place, so the receipt stays true whatever happens above it.
     """
@@ -65,7 +68,7 @@ class Receipt:
 
 
 class RadixCache:
-    """The tree, and the owner of the pools it takes pages from and gives them back to. All calls are O(pages they touch)."""
+    """The tree and the pools. Every call is O(pages it touches)."""
 
     def __init__(self, layout: CacheLayout, events: EventRecorder) -> None:
         self.layout = layout
@@ -83,7 +86,10 @@ class RadixCache:
     # --- look up ------------------------------------------------------------------------------------
 
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
-        """The longest usable prefix of ``tokens`` in whole pages. Splits a node where it ends, moves nothing in the order of use."""
+        """The longest usable prefix of ``tokens`` in whole pages.
+
+        Splits a node where it ends, moves nothing in the order of use.
+        """
         root = self._roots.get(namespace) or _new_root(namespace)
         best, best_pages, usable = root, 0, 0
         depth = run = 0
@@ -125,7 +131,7 @@ class RadixCache:
         return Receipt(node=match.node, pages=match.pages, window_pages=window_pages)
 
     def trim_window(self, receipt: Receipt, keep_pages: int) -> Receipt:
-        """Unlock the window pages of a lock but for the last ``keep_pages``; the returned receipt replaces the old one."""
+        """Unlock all window pages of a lock but the last ``keep_pages``; the new receipt replaces the old one."""
         keep_pages = min(keep_pages, receipt.window_pages)
         kept = list(self._segment(receipt.node, keep_pages))
         locked = list(self._segment(receipt.node, receipt.window_pages))
@@ -136,7 +142,10 @@ class RadixCache:
         return replace(receipt, window_pages=keep_pages)
 
     def release(self, receipt: Receipt) -> None:
-        """Undo a lock exactly; what nobody else has locked becomes the most recently used. Raises ``PageError`` the second time."""
+        """Undo a lock exactly; what nobody else has locked becomes the most recently used.
+
+        Raises ``PageError`` where a second release shows.
+        """
         if receipt.node.full_locks == 0 and not receipt.node.is_root:
             raise PageError("a receipt was released twice")
         self.trim_window(receipt, 0)
@@ -151,9 +160,10 @@ class RadixCache:
     def insert(self, namespace: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
         """Give computed pages to the tree: whole pages of ``tokens``, one entry a page in each group's table.
 
-        The window table may begin with NULL_PAGE; what follows is taken, also over tombstones of nodes that exist. The tree takes
-        the pages it does not have. Pages that it holds already, *as other pages*, stay the caller's: they are
-        returned, for each group, to be freed. Entries that are the tree's own pages are left alone.
+        The window table may begin with NULL_PAGE; what follows is taken, also over tombstones of nodes that
+        exist. The tree takes the pages it does not have. Pages that it holds already, *as other pages*, stay
+        the caller's: they are returned, for each group, to be freed. Entries that are the tree's own pages
+        are left alone.
         """
         page = self._page
         total = len(tokens) // page
@@ -299,7 +309,7 @@ class RadixCache:
         return recorder.take()
 
     def _walk(self, node: Node, tokens: tuple[int, ...]) -> Iterator[tuple[Node, int]]:
-        """Down the tree along ``tokens``: each node and how many of its pages agree, which is all but for the last one."""
+        """Down the tree along ``tokens``: each node and how many of its pages agree, all but at the last one."""
         page, at = self._page, 0
         while (child := node.children.get(tokens[at : at + page])) is not None:
             end = at + len(child.tokens)

@@ -20,9 +20,10 @@ class Entry:
                                         ^ receipt.pages
                                                   ^ window_from: the window of the first token of page 9 begins here
 
-    ``receipt`` is None while the request waits. ``fork_tokens``: a prefill chunk ends here so that the window's
-    tail is stored (0: nowhere). ``prefilling``: the prompt (after a preemption: all known tokens) is not in the tree yet.
-    ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is committed.
+    ``receipt`` is None while the request waits. ``fork_tokens``: a prefill chunk ends here so that the
+    window's tail is stored (0: nowhere). ``prefilling``: the prompt (after a preemption: all known tokens) is
+    not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
+    committed.
     """
 
     request: Request

@@ -47,7 +47,10 @@ class Memory:
         self._tenants.append(entry)
 
     def fit(self, entry: Entry, tokens: int, *, spare_pages: int = 0) -> int:
-        """How many of the next ``tokens`` positions fit on pages held, free or evictable, ``spare_pages`` left over."""
+        """How many of the next ``tokens`` positions fit on pages held, free or evictable.
+
+        ``spare_pages`` of the latter are left for others.
+        """
         held = len(entry.request.tables[FULL]) - spare_pages
         end = entry.request.computed_tokens + tokens
         if end > (held + self._obtainable_pages()) * self._page:
@@ -71,8 +74,8 @@ class Memory:
     def slide(self, entry: Entry) -> None:
         """Let go of window pages that no position from the current page on looks back to.
 
-        Counted from the start of the page in progress, not from the position itself, so that a prefix that ends on this
-        page boundary has its whole window when it is stored.
+        Counted from the start of the page in progress, not from the position itself, so that a prefix that
+        ends on this page boundary has its whole window when it is stored.
         """
         if not self._has_window:
             return
@@ -103,7 +106,7 @@ class Memory:
             table[:pages] = stored
 
     def leave(self, entry: Entry) -> None:
-        """End or preempt a request: what it computed stays in the tree as far as it is whole pages, the rest is freed."""
+        """End or preempt a request: the whole pages it computed stay in the tree, the rest is freed."""
         self.store(entry)
         receipt = _receipt(entry)
         for pool, table in zip(self.cache.pools, entry.request.tables, strict=True):
@@ -124,7 +127,10 @@ class Memory:
         check_integrity(self.cache, held=held, receipts=[_receipt(entry) for entry in self._tenants])
 
     def _trim_passed_locks(self) -> None:
-        """Unlock window pages of the tree that have been passed in part; ``slide`` waits for the whole lock, to spare splits."""
+        """Unlock window pages of locks that the window has passed in part.
+
+        That splits nodes, so ``slide`` leaves it until the whole lock is passed or pages are short.
+        """
         for entry in self._tenants:
             receipt = _receipt(entry)
             keep = max(0, receipt.pages - entry.window_from)

@@ -1,14 +1,16 @@
 """Continuous batching with chunked prefill over a prefix cache.
 
-One step of a rank: ``schedule`` a batch, let the runner run it, ``commit`` its tokens. In a batch stand, oldest first:
+One step of a rank: ``schedule`` a batch, let the runner run it, ``commit`` its tokens. In a batch stand,
+oldest first:
 
 1. one token of every request that decodes, so that no prefill can starve them,
 2. prefill chunks of requests that run already,
 3. waiting requests, strictly first come first served: if the head does not fit, nobody passes it.
 
-All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running request is
-preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What a preempted request computed goes to the tree;
-it waits at the head of the queue, restarts from what is still there, and its sampled tokens are kept.
+All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running
+request is preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What
+a preempted request computed goes to the tree; it waits at the head of the queue, restarts from what is still
+there, and its sampled tokens are kept.
 """
 
 from __future__ import annotations
@@ -251,7 +253,7 @@ class Scheduler:
         return self._events.take()
 
     def snapshot_events(self) -> tuple[Event, ...]:
-        """Store events that rebuild the cache as it is. Take the pending events first: they are part of it already."""
+        """Store events that rebuild the cache as it is; take the pending ones first, they are part of it."""
         return self._memory.cache.snapshot_events()
 
     def reset_cache(self) -> bool:

@@ -19,9 +19,10 @@ class Counters:
 class Stats:
     """A rank at one moment. Tuples have one entry for each cache group; null pages are not counted.
 
-    ``used_pages`` are held by requests or the tree; ``evictable_pages``, part of them, are the tree's and in no one's
-    way. ``queried_tokens`` and ``cached_tokens`` are prompt tokens at first admission, those found in the cache among them;
-    ``computed_tokens`` are positions run through the layers, repeated work after preemptions included.
+    ``used_pages`` are held by requests or the tree; ``evictable_pages``, part of them, are the tree's and in
+    no one's way. ``queried_tokens`` and ``cached_tokens`` are prompt tokens at first admission, those found
+    in the cache among them; ``computed_tokens`` are positions run through the layers, repeated work after
+    preemptions included.
     """
 
     running: int

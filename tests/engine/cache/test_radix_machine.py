@@ -46,15 +46,13 @@ class Reader:
 class RadixMachine(RuleBasedStateMachine):
     """Every rule does the same to the tree and to ``stamps``: {page: time of last use} for each group."""
 
-    @initialize(
-        page=st.integers(1, 4), window_kind=st.sampled_from(["none", "one", "short", "one and a half", "long"])
-    )
-    def start(self, page: int, window_kind: str) -> None:
+    @initialize(page=st.integers(1, 4), kind=st.sampled_from(["none", "one", "short", "one and a half", "long"]))
+    def start(self, page: int, kind: str) -> None:
         windows = {"none": None, "one": 1, "short": page, "one and a half": page + -(-page // 2), "long": 3 * page}
+        window = windows[kind]
         self.page = page
-        self.layout = layout_of(page, windows[window_kind])
+        self.layout = layout_of(page, window)
         self.groups = len(self.layout.groups)
-        window = windows[window_kind]
         self.window_pages = 0 if window is None else -(-(window - 1) // page)
         self.recorder = EventRecorder(self.layout)
         self.cache = RadixCache(self.layout, self.recorder)
@@ -203,7 +201,9 @@ class RadixMachine(RuleBasedStateMachine):
         partial = (7,) * min(tail, self.page - 1)
         duplicates = self.cache.insert(namespace, tokens + partial, tables)
         for group, at in enumerate((own_from, max(held_from, own_from))[: self.groups]):
-            twins = [page for page, name in zip(tables[group][at:], names[at:], strict=True) if name in self.stamps[group]]
+            twins = [
+                page for page, name in zip(tables[group][at:], names[at:], strict=True) if name in self.stamps[group]
+            ]
             assert duplicates[group] == twins
             self.cache.pools[group].free(twins)
         self.use(0, names)
@@ -265,6 +265,6 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 RadixMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 TestRadixCache = RadixMachine.TestCase

@@ -1,8 +1,8 @@
 """A runner without a model: it writes a fingerprint of the prefix where keys and values would go, and reads it back.
 
-What stands at a position depends on all tokens up to it, and the sampled token on what stands at the last one. So a wrong
-page, a page reused too early or a table that is one slot off is a wrong fingerprint at once, and the right output can
-be told without any cache: ``expected_output``.
+What stands at a position depends on all tokens up to it, and the sampled token on what stands at the last
+one. So a wrong page, a page reused too early or a table that is one slot off is a wrong fingerprint at once,
+and the right output can be told without any cache: ``expected_output``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Iterable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,9 +11,18 @@ from kv_memory import EOS, KvMemory, expected_output
 
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, GroupKind, Output, Request, Sampling
+from router.wire.kv_events import BlockRemoved, BlockStored, Event
 
-sys.path.append(str(Path(__file__).parent.parent / "cache"))
-from event_replay import Replay  # noqa: E402
+
+def replay(events: Iterable[Event], resident: dict[int, set[int | bytes]]) -> None:
+    """Follow the events: {group: hashes that are resident}. What each event must look like is the cache's test."""
+    for event in events:
+        if isinstance(event, BlockStored):
+            resident.setdefault(event.group, set()).update(event.hashes)
+        elif isinstance(event, BlockRemoved):
+            resident[event.group] -= set(event.hashes)
+        else:
+            resident.clear()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -46,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.chunk = chunk
         self.memory = KvMemory(self.layout)
-        self.replay = Replay(len(groups))
+        self.resident: dict[int, set[int | bytes]] = {}
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
@@ -60,9 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         namespace=st.sampled_from(["", "", "tenant"]),
     )
-    def add(
-        self, tokens: list[int], parent: int, cut: int, max_tokens: int, ignore_eos: bool, namespace: str
-    ) -> None:
+    def add(self, tokens: list[int], parent: int, cut: int, max_tokens: int, ignore_eos: bool, namespace: str) -> None:
         """A new request, which as a rule continues or forks an earlier one."""
         head: list[int] = []
         if parent < len(self.requests):
@@ -144,10 +150,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.scheduler.check_integrity()
-        self.replay.apply(self.scheduler.take_events())
-        snapshot = Replay(len(self.layout.groups))
-        snapshot.apply(self.scheduler.snapshot_events())
-        assert self.replay.resident == snapshot.resident
+        replay(self.scheduler.take_events(), self.resident)
+        snapshot: dict[int, set[int | bytes]] = {}
+        replay(self.scheduler.snapshot_events(), snapshot)
+        assert {group: hashes for group, hashes in self.resident.items() if hashes} == snapshot
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
