@@ -132,6 +132,9 @@ class UpstreamSettings(_Slice):
         description="Shorter than the engines' own (uvicorn: 5), so that no request meets a closing socket.",
     )
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    forward_credentials: bool = Field(
+        default=False, description="Send the client's authorization, cookie and API key headers on to workers."
+    )
 
 
 class RoutingSettings(_Slice):

@@ -1,0 +1,219 @@
+"""The data plane: listens, routes paths, answers what is the router's own to answer, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from enum import Enum
+from typing import Final
+
+from structlog.typing import FilteringBoundLogger
+
+from router.errors import MethodNotAllowed, NotFound, NoWorker, RequestError
+from router.proxy.forward import Exchange, Forwarder
+from router.proxy.instruments import Instruments
+from router.proxy.server import ClientConnection
+from router.proxy.types import Brain
+from router.proxy.upstream import UpstreamPool
+from router.settings import ServerSettings, UpstreamSettings
+from router.telemetry.metrics import Metrics
+from router.wire import headers as names
+from router.wire.http1 import HttpRequest
+from router.wire.openai import Endpoint
+
+_BACKLOG: Final = 4096
+#: nginx's status for a client that has left; in metrics only, nobody is sent it.
+_CLIENT_CLOSED_REQUEST: Final = 499
+#: A few turns of the loop, in which cancelled tasks and closed connections end.
+_HANGING_UP_SECONDS: Final = 0.02
+#: How long the last words of a drain may take to be sent.
+_LAST_WORDS_SECONDS: Final = 1.0
+
+
+class Own(Enum):
+    """What the router answers itself. The value is a metric label."""
+
+    MODELS = "models"
+    HEALTH = "health"
+    READY = "readyz"
+    LIVE = "livez"
+
+
+ROUTES: Final[dict[bytes, Endpoint | Own]] = {
+    b"/v1/chat/completions": Endpoint.CHAT,
+    b"/v1/completions": Endpoint.COMPLETIONS,
+    b"/v1/models": Own.MODELS,
+    b"/health": Own.HEALTH,
+    b"/readyz": Own.READY,
+    b"/livez": Own.LIVE,
+}
+
+
+class DataPlane:
+    """The door for clients. One event loop; ``start``, then ``drain``."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        metrics: Metrics,
+        server_settings: ServerSettings,
+        upstream_settings: UpstreamSettings,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.settings = server_settings
+        self._brain = brain
+        self._log = log
+        self._instruments = Instruments(metrics)
+        self._pool = UpstreamPool(upstream_settings)
+        self._forwarder = Forwarder(
+            brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log
+        )
+        self._clients: set[ClientConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._draining = False
+        self._empty: asyncio.Event | None = None
+        self._ids = random.Random()
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises ``OSError`` if the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: ClientConnection(self), self.settings.host, self.settings.port, backlog=_BACKLOG
+        )
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def drain(self, seconds: float) -> None:
+        """Stop listening and let answers end for ``seconds``; what is left then ends with an error."""
+        self._draining = True
+        if self._server is not None:
+            self._server.close()
+        for client in tuple(self._clients):
+            client.drain()
+        await self._until_empty(seconds)
+        for client in tuple(self._clients):
+            client.stop()
+        await asyncio.sleep(_HANGING_UP_SECONDS)
+        for client in tuple(self._clients):
+            client.close()
+        await self._until_empty(_LAST_WORDS_SECONDS)
+        for client in tuple(self._clients):
+            client.abort()
+        self._pool.close()
+        await asyncio.sleep(_HANGING_UP_SECONDS)
+
+    async def _until_empty(self, seconds: float) -> None:
+        if not self._clients:
+            return
+        self._empty = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), seconds)
+
+    @property
+    def open_connections(self) -> tuple[int, int]:
+        """Connections to clients and to workers."""
+        return len(self._clients), self._pool.open_connections
+
+    # --- called by connections ------------------------------------------------------------------
+
+    def entered(self, client: ClientConnection) -> None:
+        self._clients.add(client)
+        self._instruments.connections.inc()
+        if self._draining:
+            client.drain()
+
+    def left(self, client: ClientConnection, *, midway: bool) -> None:
+        self._clients.discard(client)
+        if self._empty is not None and not self._clients:
+            self._empty.set()
+        self._instruments.connections.dec()
+        if midway:
+            self._instruments.disconnects.inc()
+
+    def refused(self, error: RequestError) -> None:
+        self._instruments.error(error.code)
+        self._instruments.request("other", error.status, seconds=0.0)
+
+    async def serve(self, request: HttpRequest, client: ClientConnection) -> None:
+        """Answer one request."""
+        clock = asyncio.get_running_loop().time
+        request_id = names.acceptable_request_id(names.first(request.headers, names.REQUEST_ID))
+        exchange = Exchange(request, client, request_id or self._new_id(), started_seconds=clock())
+        path = request.target.partition(b"?")[0]
+        route = ROUTES.get(path)
+        self._instruments.inflight.inc()
+        try:
+            await self._answer(exchange, route)
+        except RequestError as error:
+            self._answer_error(exchange, error)
+        except asyncio.CancelledError:
+            exchange.status = _CLIENT_CLOSED_REQUEST
+            if not client.gone and not client.begun:
+                self._answer_error(exchange, NoWorker("The router is shutting down.", code="shutting_down"))
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: logged, and the client is told nothing of it
+            self._log.exception("request failed", request_id=exchange.request_id.decode())
+            self._answer_error(exchange, error)
+        finally:
+            self._instruments.inflight.dec()
+            self._instruments.request(
+                route.value if route is not None else "other",
+                exchange.status,
+                seconds=clock() - exchange.started_seconds,
+            )
+
+    async def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:
+        method = exchange.request.method
+        if route is None:
+            if method == "OPTIONS" and exchange.request.target == b"*":
+                return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
+            raise NotFound("There is no such path.")
+        allowed = ("POST", "OPTIONS") if isinstance(route, Endpoint) else ("GET", "HEAD", "OPTIONS")
+        if method == "OPTIONS":
+            return self._answer_empty(exchange, allow=", ".join(allowed))
+        if method not in allowed:
+            error = MethodNotAllowed(f"The method {method} is not allowed here.")
+            return self._answer_error(exchange, error, lines=f"allow: {', '.join(allowed)}\r\n".encode())
+        if isinstance(route, Endpoint):
+            return await self._forwarder.forward(exchange, route)
+        return self._answer_own(exchange, route)
+
+    def _answer_own(self, exchange: Exchange, route: Own) -> None:
+        ready = self._brain.ready() and not self._draining
+        exchange.status = 200
+        match route:
+            case Own.MODELS:
+                body = self._brain.model_list()
+            case Own.READY if not ready:
+                exchange.status = 503
+                reason = "draining" if self._draining else "no worker can take a request"
+                body = json.dumps({"status": "not ready", "reason": reason}).encode()
+            case Own.READY | Own.LIVE:
+                body = b'{"status": "ok"}'
+            case Own.HEALTH:
+                body = json.dumps({"status": "ok", "ready": ready}).encode()
+        lines = b"content-type: application/json\r\n" + self._id_line(exchange)
+        exchange.client.answer(exchange.status, lines, body)
+
+    def _answer_empty(self, exchange: Exchange, *, allow: str) -> None:
+        exchange.status = 204
+        lines = f"allow: {allow}\r\n".encode() + self._id_line(exchange)
+        exchange.client.start(b"HTTP/1.1 204 No Content\r\n", lines, has_length=True)
+        exchange.client.end()
+
+    def _answer_error(self, exchange: Exchange, error: Exception, *, lines: bytes = b"") -> None:
+        """Answer with an error, unless an answer has begun: then the connection breaks off."""
+        known = error if isinstance(error, RequestError) else RequestError("")
+        self._instruments.error(known.code)
+        if not exchange.client.begun:
+            exchange.status = known.status
+            exchange.client.answer_error(error, lines=lines + self._id_line(exchange))
+
+    @staticmethod
+    def _id_line(exchange: Exchange) -> bytes:
+        return b"%b: %b\r\n" % (names.REQUEST_ID, exchange.request_id)
+
+    def _new_id(self) -> bytes:
+        return b"req-%032x" % self._ids.getrandbits(128)

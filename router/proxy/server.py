@@ -1,0 +1,321 @@
+"""A client's connection: requests read in, answers written out in order, a slow reader felt upstream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from typing import Protocol, cast
+
+from router.errors import RequestError, RequestTimeout, to_answer
+from router.proxy.watchdog import Watchdog
+from router.settings import ServerSettings
+from router.wire import http1
+from router.wire.http1 import HttpRequest, Phase, RequestReader
+
+#: Pipelined requests that may wait behind the one being served; then the client is read no further.
+_MAX_QUEUED = 8
+#: After a refusal the client may still be sending. Closing at once would reset the connection under the answer.
+_LINGER_SECONDS = 2.0
+
+
+class Source(Protocol):
+    """Where an answer's bytes come from: stalled while the client does not keep up."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Door(Protocol):
+    """What a connection needs of the data plane behind it."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    def serve(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
+        """Answer one request through ``client``. Raises nothing but ``CancelledError``, when the client has gone."""
+
+    def refused(self, error: RequestError) -> None:
+        """A request was answered with ``error`` before it reached ``serve``."""
+
+    def entered(self, client: ClientConnection) -> None: ...
+
+    def left(self, client: ClientConnection, *, midway: bool) -> None:
+        """The connection is gone; ``midway``: the client left before its answer had ended."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client. At most one request is being served, by one task; pipelined ones wait their turn.
+
+    While more than ``_MAX_QUEUED`` requests wait, the socket is not read, and only then a disconnect goes unseen.
+    """
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        settings = door.settings
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._reader = RequestReader(
+            max_head_bytes=settings.max_header_bytes,
+            max_headers=settings.max_headers,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        self._phase = Phase.IDLE
+        self._watchdog = Watchdog(self._loop, self._expired)
+        self._transport: asyncio.Transport | None = None
+        self._queue: deque[HttpRequest | RequestError] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._source: Source | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._reading_paused = False
+        self._writing_paused = False
+        self._lingering = False
+        self._draining = False
+        # The answer being written:
+        self._request: HttpRequest | None = None
+        self._head = b""
+        self._chunked = False
+        self._close_after = False
+        self.begun = False
+
+    # --- called by the loop ---------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not subclasses of asyncio's, so no isinstance can tell.
+        self._transport = cast("asyncio.Transport", transport)
+        self._door.entered(self)
+        self._watchdog.set(self._settings.keepalive_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        ready = self._reader.feed(data)
+        if ready:
+            self._queue += ready
+            if self._task is None:
+                self._task = self._loop.create_task(self._serve_queue())
+            elif len(self._queue) > _MAX_QUEUED:
+                self._pause_reading()
+        if self._reader.phase is not self._phase:
+            self._phase_changed(self._reader.phase)
+
+    def eof_received(self) -> None:
+        """A client that has said its last word while it is being answered has left."""
+        if self._task is not None and self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watchdog.stop()
+        midway = self._request is not None
+        self._transport = None
+        self._queue.clear()
+        if self._task is not None:
+            self._task.cancel()
+        self._door.left(self, midway=midway)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._source is not None:
+            self._source.resume()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def _phase_changed(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase is Phase.HEAD:
+            self._watchdog.set(self._settings.header_timeout_seconds)
+        elif phase is Phase.BODY:
+            self._watchdog.set(self._settings.body_timeout_seconds)
+            self._send_continue()
+        else:
+            self._watchdog.clear()
+
+    def _send_continue(self) -> None:
+        """Tell a client that waits to send its body, unless an earlier answer is still being written."""
+        if self._reader.awaits_continue and self._task is None and self._transport is not None:
+            self._reader.awaits_continue = False
+            self._transport.write(http1.CONTINUE)
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and self._transport is not None:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _expired(self) -> None:
+        if self._lingering or self.gone:
+            self.abort()
+        elif self._phase is Phase.HEAD:
+            self._refuse(RequestTimeout("The request's head did not arrive in time."))
+        elif self._phase is Phase.BODY:
+            self._refuse(RequestTimeout("The request's body did not arrive in time."))
+        else:
+            self.close()
+
+    def _refuse(self, error: RequestError) -> None:
+        """End the connection with an error, after the answers that are due before it."""
+        self._lingering = True
+        self._queue.append(error)
+        if self._task is None:
+            self._task = self._loop.create_task(self._serve_queue())
+
+    # --- serving --------------------------------------------------------------------------------
+
+    async def _serve_queue(self) -> None:
+        """Serve what has been read, in order."""
+        try:
+            while self._queue:
+                item = self._queue.popleft()
+                if len(self._queue) <= _MAX_QUEUED:
+                    self._resume_reading()
+                if isinstance(item, RequestError):
+                    self._answer_refusal(item)
+                    return
+                self._begin(item)
+                await self._door.serve(item, self)
+                self._source = None
+                if self._request is not None:
+                    # The answer broke off: only the end of the connection can tell the client.
+                    self._request = None
+                    self.abort()
+                    return
+                if self._close_after:
+                    self.close()
+                    return
+                if self._writing_paused and self._queue:
+                    await self._writable()
+        finally:
+            self._task = None
+        self._rest()
+
+    async def _writable(self) -> None:
+        """Wait for a client that pipelines requests but does not read the answers."""
+        self._watchdog.set(self._settings.body_timeout_seconds)
+        self._drained = self._loop.create_future()
+        await self._drained
+
+    def _begin(self, request: HttpRequest) -> None:
+        self._request = request
+        self._head = b""
+        self._chunked = False
+        self._close_after = self._draining or not request.keep_alive
+        self.begun = False
+        if self._phase is Phase.IDLE:
+            self._watchdog.clear()
+
+    def _rest(self) -> None:
+        """Nothing to serve: wait for more."""
+        if self._draining:
+            self.close()
+        elif self._phase is Phase.IDLE:
+            self._watchdog.set(self._settings.keepalive_seconds)
+        else:
+            self._send_continue()
+
+    def _answer_refusal(self, error: RequestError) -> None:
+        self._door.refused(error)
+        self._begin(HttpRequest(method="POST", keep_alive=False))
+        self.answer_error(error)
+        self._lingering = True
+        if self._transport is not None:
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            self._watchdog.set(_LINGER_SECONDS)
+            self._resume_reading()
+
+    def close(self) -> None:
+        """Close when all that is written has been sent, or cannot be sent in time."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+            self._watchdog.set(self._settings.body_timeout_seconds)
+
+    def abort(self) -> None:
+        """Close at once, whatever has not been sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- writing, for the one who serves --------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        """Nobody will read what is written now."""
+        return self._transport is None or self._transport.is_closing()
+
+    def attach(self, source: Source) -> None:
+        """Stall ``source`` whenever this client does not keep up, from now until the answer ends."""
+        self._source = source
+        if self._writing_paused:
+            source.pause()
+
+    def start(self, status_line: bytes, lines: bytes, *, has_length: bool) -> None:
+        """Begin an answer; it goes out with its first byte of body. ``has_length``: a header line gives it."""
+        request = self._request
+        assert request is not None, "an answer without a request"
+        if not has_length:
+            if request.chunks:
+                self._chunked = True
+                lines += b"transfer-encoding: chunked\r\n"
+            else:
+                self._close_after = True
+        if self._close_after:
+            lines += b"connection: close\r\n"
+        elif not request.chunks:
+            lines += b"connection: keep-alive\r\n"
+        self._head = status_line + lines + b"\r\n"
+        self.begun = True
+
+    def write(self, data: bytes) -> None:
+        """A piece of the body."""
+        if not data or self._transport is None or self._request is None:
+            return
+        if self._request.method == "HEAD":
+            data = b""
+        elif self._chunked:
+            data = http1.chunk(data)
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def end(self) -> None:
+        """The answer is whole."""
+        if self._transport is not None and self._request is not None:
+            last = http1.LAST_CHUNK if self._chunked and self._request.method != "HEAD" else b""
+            if self._head or last:
+                self._transport.write(self._head + last)
+        self._request = None
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        """A whole answer at once."""
+        self.start(http1.status_line(status), b"%bcontent-length: %d\r\n" % (lines, len(body)), has_length=True)
+        self.write(body)
+        self.end()
+
+    def answer_error(self, error: BaseException, *, lines: bytes = b"") -> None:
+        """A whole answer that says what went wrong."""
+        answer = to_answer(error)
+        self.answer(answer.status, http1.header_lines(answer.headers) + lines, answer.body)
+
+    # --- ending ---------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Close once idle; what is being served may end."""
+        self._draining = self._close_after = True
+        if self._task is None:
+            self.close()
+
+    def stop(self) -> None:
+        """Give up what is being served: ``serve`` is cancelled and may still write its last words."""
+        if self._task is not None:
+            self._task.cancel()

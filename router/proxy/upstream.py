@@ -1,0 +1,332 @@
+"""Connections to workers: opened, kept for a while, parsed with httptools. Closing one is how a request is aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import httptools
+
+from router.fleet.target import Target
+from router.proxy.types import Outcome
+from router.proxy.watchdog import Watchdog
+from router.settings import UpstreamSettings
+from router.wire import headers as names
+from router.wire.headers import Header
+
+#: What may wait here for a reader that has not come yet, before the worker is stalled.
+_MAX_WAITING_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exchange that did not end as HTTP says. ``cause`` is for people and names no address."""
+
+    outcome: Outcome
+    cause: str
+    #: Something of an answer had come. If nothing had, a connection used before may just have been closed.
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class AnswerHead:
+    """The head of a worker's answer. Header names are as received."""
+
+    status: int
+    reason: bytes
+    headers: list[Header]
+
+    def value(self, name: bytes) -> bytes | None:
+        """The first value of the header ``name`` (lower-case)."""
+        return next((value for key, value in self.headers if key.lower() == name), None)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to a worker, one exchange at a time.
+
+    ``send``, then ``first_byte``, then ``relay`` and ``finished``; then give it back to the pool or ``close`` it.
+    """
+
+    def __init__(self, pool: UpstreamPool, address: Address) -> None:
+        self._pool = pool
+        self._settings = pool.settings
+        self._loop = asyncio.get_running_loop()
+        self._address = address
+        self._parser = httptools.HttpResponseParser(self)
+        self._watchdog = Watchdog(self._loop, self._expired)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], None] | None = None
+        self._paused = False
+        self._exchanges = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._busy = False
+        self._answered = False
+        self._complete = False
+        self._until_close = False
+        self._keep = False
+        self._failure: Failure | None = None
+        self._head: AnswerHead | None = None
+        self._reason = b""
+        self._headers: list[Header] = []
+        self._pieces: list[bytes] = []
+        self._waiting_bytes = 0
+
+    # --- for the attempt ------------------------------------------------------------------------
+
+    @property
+    def used_before(self) -> bool:
+        """Another exchange has been on this connection, so the worker may have closed it meanwhile."""
+        return self._exchanges > 1
+
+    def send(self, request: bytes) -> None:
+        """Begin an exchange."""
+        self._reset()
+        self._busy = True
+        self._exchanges += 1
+        self._watchdog.set(self._settings.first_byte_seconds)
+        if self._transport is None or self._transport.is_closing():
+            self._fail(Outcome.RESET, "the worker closed the connection")
+        else:
+            self._transport.write(request)
+
+    async def first_byte(self) -> AnswerHead | Failure:
+        """Wait for the first byte of the answer's body, or the end of an answer that has none."""
+        if not self._pieces and not self._complete and self._failure is None:
+            await self._wait()
+        if self._failure is not None:
+            return self._failure
+        assert self._head is not None
+        return self._head
+
+    def relay(self, sink: Callable[[bytes], None]) -> None:
+        """Give ``sink`` what has come of the body and all that comes, as it comes."""
+        self._sink = sink
+        pieces, self._pieces = self._pieces, []
+        self._waiting_bytes = 0
+        if self._paused:
+            self.resume()
+        if pieces:
+            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+    async def finished(self) -> Failure | None:
+        """Wait for the end of the answer. The sink has had every byte of it."""
+        if not self._complete and self._failure is None:
+            await self._wait()
+        return self._failure
+
+    def pause(self) -> None:
+        """Read no more for now: the reader is behind."""
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+            self._watchdog.set(self._settings.idle_seconds)
+
+    def close(self) -> None:
+        """End the connection at once; the worker sees it and aborts."""
+        self._sink = None
+        self._watchdog.stop()
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- for the pool ---------------------------------------------------------------------------
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    @property
+    def alive(self) -> bool:
+        """As far as is known here."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def reusable(self) -> bool:
+        """The answer is whole and the worker will take another request here."""
+        return self._complete and self._keep and self.alive
+
+    def rest(self) -> None:
+        """Wait in the pool, for a shorter time than the worker would."""
+        self._sink = None
+        self._busy = False
+        self.resume()
+        self._watchdog.set(self._settings.keepalive_seconds)
+
+    # --- called by the loop ---------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not subclasses of asyncio's, so no isinstance can tell.
+        self._transport = cast("asyncio.Transport", transport)
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._busy or self._complete:
+            # Nobody asked: what follows on this connection cannot be trusted.
+            self._keep = False
+            self.close()
+            return
+        self._answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._keep = False
+            if not self._complete:
+                self._fail(Outcome.PROTOCOL, "the worker's answer is not valid HTTP")
+        if self._pieces:
+            self._watchdog.set(self._settings.idle_seconds)
+            if self._sink is not None:
+                pieces, self._pieces = self._pieces, []
+                self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            else:
+                self._wake()
+                self._waiting_bytes += len(data)
+                if self._waiting_bytes > _MAX_WAITING_BYTES:
+                    self.pause()
+        if self._complete:
+            self._end()
+
+    def eof_received(self) -> None:
+        if self._busy and self._until_close and self._failure is None:
+            self._complete = True
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watchdog.stop()
+        self._pool.lost(self)
+        if self._busy and not self._complete:
+            self._fail(Outcome.RESET, "the worker closed the connection")
+
+    def _end(self) -> None:
+        self._watchdog.clear()
+        self._wake()
+
+    def _expired(self) -> None:
+        if not self._busy:
+            self.close()
+        elif self._paused:
+            self._fail(Outcome.CLIENT_GONE, "the client stopped reading")
+        else:
+            self._fail(Outcome.TIMEOUT, "the worker was silent for too long")
+
+    def _fail(self, outcome: Outcome, cause: str) -> None:
+        if self._failure is None:
+            self._failure = Failure(outcome, cause, answered=self._answered)
+        self._keep = False
+        self.close()
+        self._wake()
+
+    # --- called by the parser -------------------------------------------------------------------
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head is None:
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200 and not self._complete:
+            self._head = AnswerHead(status, self._reason, self._headers)
+            self._until_close = status not in (204, 304) and not any(
+                name.lower() in (names.CONTENT_LENGTH, names.TRANSFER_ENCODING) for name, _ in self._headers
+            )
+
+    def on_body(self, body: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._head is None:
+            # An interim answer (1xx); the real one follows.
+            self._reason, self._headers = b"", []
+        elif self._complete:
+            self._keep = False
+        else:
+            self._complete = True
+            self._keep = self._parser.should_keep_alive()
+
+
+Address = tuple[str, int, bool]
+
+
+class UpstreamPool:
+    """Connections to all workers. Idle ones are used again, the latest first, until they have rested too long."""
+
+    def __init__(self, settings: UpstreamSettings) -> None:
+        self.settings = settings
+        self._idle: dict[Address, list[UpstreamConnection]] = {}
+        self._open: set[UpstreamConnection] = set()
+
+    @property
+    def open_connections(self) -> int:
+        """Connections to workers, in use or idle."""
+        return len(self._open)
+
+    def take(self, target: Target) -> UpstreamConnection | None:
+        """An idle connection to the target, if there is one."""
+        idle = self._idle.get((target.host, target.port, target.tls))
+        while idle:
+            connection = idle.pop()
+            if connection.alive:
+                return connection
+        return None
+
+    async def connect(self, target: Target) -> UpstreamConnection | Failure:
+        """A new connection to the target."""
+        address = (target.host, target.port, target.tls)
+        try:
+            async with asyncio.timeout(self.settings.connect_seconds):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: UpstreamConnection(self, address), target.host, target.port, ssl=target.tls or None
+                )
+        except TimeoutError:
+            return Failure(Outcome.TIMEOUT, "no connection to the worker in time")
+        except OSError:
+            return Failure(Outcome.CONNECT, "no connection to the worker")
+        return connection
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Keep a connection whose exchange has ended well; close any other."""
+        if connection.reusable:
+            connection.rest()
+            self._idle.setdefault(connection.address, []).append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close every connection, in use or not."""
+        for connection in tuple(self._open):
+            connection.close()
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        self._open.add(connection)
+
+    def lost(self, connection: UpstreamConnection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.address)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+        if not idle:
+            self._idle.pop(connection.address, None)

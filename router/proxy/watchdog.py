@@ -1,0 +1,52 @@
+"""A deadline that moves with every request and fires almost never."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+
+class Watchdog:
+    """Calls ``expired`` once the time set has passed. Moving the deadline later costs an assignment, not a timer."""
+
+    __slots__ = ("_armed_for", "_deadline", "_expired", "_handle", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expired: Callable[[], None]) -> None:
+        self._loop = loop
+        self._expired = expired
+        self._deadline = inf
+        self._armed_for = inf
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Expire ``seconds`` from now, whatever was set before."""
+        self._deadline = self._loop.time() + seconds
+        if self._deadline < self._armed_for:
+            self._arm()
+
+    def clear(self) -> None:
+        """Expire never, until set again."""
+        self._deadline = inf
+
+    def stop(self) -> None:
+        """Leave no timer behind. The watchdog's owner is gone."""
+        self._deadline = inf
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _arm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._armed_for = self._deadline
+        self._handle = self._loop.call_at(self._deadline, self._fire)
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._armed_for = inf
+        if self._deadline <= self._loop.time():
+            self._deadline = inf
+            self._expired()
+        elif self._deadline < inf:
+            self._arm()

@@ -1,0 +1,253 @@
+"""HTTP/1.1 as bytes, no sockets: requests read strictly, heads and chunks written.
+
+The parser is llhttp (through httptools) in its strict mode. It already refuses conflicting or repeated lengths,
+bare LF, obs-fold, spaces before colons, control characters and malformed chunks. ``RequestReader`` refuses in
+addition what llhttp lets pass: transfer codings other than ``chunked`` alone, a missing or repeated Host, HTTP/0.9,
+and whatever exceeds the limits on sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Final
+
+import httptools
+
+from router.errors import BadRequest, HeadersTooLarge, MethodNotAllowed, PayloadTooLarge, RequestError
+from router.wire import headers as names
+from router.wire.headers import Header
+
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
+#: Chunk framing and trailers may weigh this many times the body they carry; one-byte chunks weigh six times.
+_MAX_FRAMING_RATIO: Final = 8
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """A request as read from the wire. Header names are lower-case."""
+
+    method: str = ""
+    target: bytes = b""
+    headers: list[Header] = field(default_factory=list)
+    body: bytes = b""
+    #: HTTP/1.1, so the answer may be chunked.
+    chunks: bool = True
+    #: The client lets the connection be used again.
+    keep_alive: bool = True
+
+
+class Phase(Enum):
+    """What the reader waits for."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    BROKEN = auto()  # a request was refused; the rest of the connection means nothing
+
+
+class RequestReader:
+    """Turns a client's bytes into requests. A refusal is the last thing it returns."""
+
+    def __init__(self, *, max_head_bytes: int, max_headers: int, max_body_bytes: int) -> None:
+        self._max_head_bytes = max_head_bytes
+        self._max_headers = max_headers
+        self._max_body_bytes = max_body_bytes
+        self._parser = httptools.HttpRequestParser(self)
+        self.phase = Phase.IDLE
+        #: The client waits for ``100 Continue`` before it sends the body. Whoever sends it clears this.
+        self.awaits_continue = False
+        self._request = HttpRequest()
+        self._ready: list[HttpRequest | RequestError] = []
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._framing: bytes | None = None
+        self._unfinished_bytes = 0
+        self._resuming = False
+
+    def feed(self, data: bytes) -> list[HttpRequest | RequestError]:
+        """Requests that ``data`` completed, in order, and the refusal that ends the connection, if any."""
+        if self.phase is Phase.BROKEN:
+            return []
+        phase = self.phase
+        self._parse(data)
+        ready = self._ready
+        if ready:
+            self._ready = []
+            self._unfinished_bytes = 0
+        elif self.phase is not Phase.IDLE:
+            self._check_unfinished(len(data), same_phase=self.phase is phase)
+            if self._ready:
+                ready, self._ready = self._ready, []
+        return ready
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.phase is not Phase.BROKEN:
+                self._resume(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self._refuse(BadRequest(f"The request is not valid HTTP: {error}.", code="invalid_http"))
+
+    def _resume(self, rest: bytes) -> None:
+        """Go on after an offer to upgrade (``Upgrade: h2c`` of some clients), which the router declines.
+
+        llhttp stops there and forgets the body, so another parser is told of its framing and continues.
+        """
+        self._parser = httptools.HttpRequestParser(self)
+        if self._framing is not None:
+            self._resuming = True
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")
+            self._resuming = False
+        if rest:
+            self._parse(rest)
+
+    def _check_unfinished(self, received_bytes: int, *, same_phase: bool) -> None:
+        """Bound what a head, or framing around a body, may weigh before it is complete."""
+        self._unfinished_bytes = self._unfinished_bytes + received_bytes if same_phase else 0
+        if self.phase is Phase.HEAD and self._unfinished_bytes > self._max_head_bytes:
+            self._refuse(self._head_too_large())
+        elif self.phase is Phase.BODY:
+            allowed = _MAX_FRAMING_RATIO * self._body_bytes + self._max_head_bytes
+            if self._unfinished_bytes > allowed:
+                self._refuse(BadRequest("The body's chunks are mostly framing.", code="invalid_http"))
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"The request's head exceeds {self._max_head_bytes} bytes.")
+
+    def _refuse(self, error: RequestError) -> None:
+        if self.phase is not Phase.BROKEN:
+            self.phase = Phase.BROKEN
+            self._ready.append(error)
+            self._body = []
+
+    # --- called by the parser -------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._resuming or self.phase is Phase.BROKEN:
+            return
+        self.phase = Phase.HEAD
+        self._request = HttpRequest()
+        self._framing = None
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resuming:
+            self._request.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.phase is Phase.HEAD:
+            self._request.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._resuming or self.phase is Phase.BROKEN:
+            return
+        request, parser = self._request, self._parser
+        version = parser.get_http_version()
+        request.method = parser.get_method().decode("ascii")
+        request.chunks = version == "1.1"
+        request.keep_alive = parser.should_keep_alive()
+        if not request.target.startswith(b"/"):
+            request.target = _origin_form(request.target)
+        self._body_bytes = 0
+        refusal = self._check_head(request, version)
+        if refusal is not None:
+            self._refuse(refusal)
+        else:
+            self.phase = Phase.BODY
+
+    def on_body(self, body: bytes) -> None:
+        if self.phase is not Phase.BODY:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._max_body_bytes:
+            self._refuse(self._body_too_large())
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.phase is not Phase.BODY or (self._parser.should_upgrade() and self._framing is not None):
+            return
+        body = self._body
+        if body:
+            self._request.body = body[0] if len(body) == 1 else b"".join(body)
+            self._body = []
+        self.phase = Phase.IDLE
+        self.awaits_continue = False
+        self._ready.append(self._request)
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    def _check_head(self, request: HttpRequest, version: str) -> RequestError | None:
+        """What is wrong with a head, beyond what llhttp has refused. Notes the body's framing."""
+        head_bytes = len(request.target)
+        hosts = 0
+        length: int | None = None
+        codings: list[bytes] = []
+        expects_continue = False
+        for name, value in request.headers:
+            head_bytes += len(name) + len(value) + 4
+            if name == names.HOST:
+                hosts += 1
+            elif name == names.CONTENT_LENGTH:
+                length = int(value)
+                self._framing = b"content-length: %b\r\n" % value
+            elif name == names.TRANSFER_ENCODING:
+                codings.append(value.lower())
+                self._framing = b"transfer-encoding: chunked\r\n"
+            elif name == names.EXPECT:
+                expects_continue = value.lower() == b"100-continue"
+        if version not in ("1.0", "1.1"):
+            return BadRequest("The router speaks HTTP/1.1.", code="invalid_http")
+        if request.method == "CONNECT":
+            return MethodNotAllowed("The router opens no tunnels.")
+        if head_bytes > self._max_head_bytes:
+            return self._head_too_large()
+        if len(request.headers) > self._max_headers:
+            return HeadersTooLarge(f"The request has more than {self._max_headers} headers.")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            return BadRequest("The request must have one Host header.", code="invalid_http")
+        if codings and (codings != [b"chunked"] or version != "1.1"):
+            return BadRequest("The only transfer coding understood is 'chunked'.", code="invalid_http")
+        if length is not None and length > self._max_body_bytes:
+            return self._body_too_large()
+        self.awaits_continue = expects_continue and version == "1.1" and bool(length or codings)
+        return None
+
+    def _body_too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"The body exceeds {self._max_body_bytes} bytes.")
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that names the server as well (``http://host/path``); others are left alone."""
+    if not target.startswith((b"http://", b"https://")):
+        return target
+    url = httptools.parse_url(target)
+    return (url.path or b"/") + (b"?" + url.query if url.query else b"")
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+_REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+def status_line(status: int, reason: bytes | None = None) -> bytes:
+    """``HTTP/1.1 200 OK``, with the standard's phrase unless another is given."""
+    return b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"") if reason is None else reason)
+
+
+def chunk(data: bytes) -> bytes:
+    """``data`` (not empty) as one chunk."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
+    """Headers of the router's own making as header lines."""
+    return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1")
+
+
+def bodiless(status: int) -> bool:
+    """An answer with this status never has a body (RFC 9110 6.4.1)."""
+    return status in (204, 304) or status < 200
