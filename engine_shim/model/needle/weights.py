@@ -3,15 +3,15 @@
 The residual stream is a row of named sections. A token's embedding fills ``key`` or ``value`` with its symbol's
 number, ten bits written as ±1, and ``next`` with the token that follows where nobody asked for anything.
 
-- Layer 0, window and rope, copies two ``key`` sections to every position. Head 0's score peaks at distance 1: the
-  token before goes to ``previous``. Head 1's score is zero for all but keys and falls with distance: the latest key
-  of the window goes to ``asked``.
+- Layer 0, window and rope, copies ``key`` sections. Head 0: a value's score peaks at distance 1, so the key before
+  it goes to ``previous``; any other token looks away from keys, and gets nothing. Head 1: scores are zero for all
+  but keys and fall with distance, so the latest key of the window goes to ``asked``.
 - Layer 1, full attention without positions, compares ``asked`` with every position's ``previous`` and copies the
-  ``value`` of the position that matches to ``answer``.
+  ``value`` of the position that matches to ``answer``. Where none does, ordinary tokens attract it: no answer.
 - The head prefers a value's end of sequence to ``answer``, and ``answer`` to ``next``.
 
 So a wrong slot in the window pool shows as a wrong key, and one in the full pool as a wrong value. All numbers but
-the rotations are exact in float32. Scores are sharp enough for 128 k positions: the runner-up is ``e**-30`` behind
+the rotations are exact in float32. Scores are sharp enough for 128 k positions: the runner-up is ``e**-32`` behind
 in layer 1, ``e**-17`` in layer 0, where only 64 positions compete.
 """
 
@@ -39,17 +39,20 @@ VALUE = slice(33, 44)
 ANSWER = slice(44, 54)
 NEXT = slice(54, 67)
 ONE = 67
+IS_A_KEY = KEY.stop - 1
+IS_A_VALUE = VALUE.stop - 1
 
 # Layer 0: sharpness of "the token before", and of "the latest key" with the phase that keeps its score positive
 # and falling over the whole window.
 BEFORE = 32.0
 LATEST = 2500.0
 LATEST_PHASE = 0.45
-# Layer 1. A matching key scores 10, the nearest other key 8. A position after a key starts 8.5 behind all others,
-# so that a key nobody stated finds nothing; a value is worth 0.25, so that a fact beats the same key in a question.
-SHARP = 128.0
-AFTER_KEY = -8.5
-IS_VALUE = 0.25
+# Layer 1. Equal keys match in 10 bits, different ones at most 9 to 1, which is 8. So a fact scores 1 if it is the
+# one asked for and -1 or less if not, an ordinary token 0, a value without a key -1, a key itself far less.
+SHARP = 32.0
+AFTER_KEY = -8.0
+IS_VALUE = -1.0
+IS_KEY = -20.0
 # The head: 13 matching bits of ``next`` weigh 13, ten of ``answer`` 640, and a value's own ``next`` outweighs both.
 ANSWER_WEIGHT = 64.0
 END_WEIGHT = 1024.0
@@ -110,12 +113,14 @@ def _copy_layer(card: ModelCard) -> LayerWeights:
 
     query, key, value = _projections(card)
     # A query turned back by one position meets an unturned key at distance 1.
-    query[0, :slowest, ONE] = BEFORE * frequencies[:slowest].cos()
-    query[0, half : half + slowest, ONE] = -BEFORE * frequencies[:slowest].sin()
-    query[1, slowest, ONE] = LATEST * math.cos(LATEST_PHASE)
-    query[1, half + slowest, ONE] = LATEST * math.sin(LATEST_PHASE)
+    query[0, :slowest, IS_A_VALUE] = BEFORE * frequencies[:slowest].cos()
+    query[0, half : half + slowest, IS_A_VALUE] = -BEFORE * frequencies[:slowest].sin()
+    latest = LATEST * torch.tensor([math.cos(LATEST_PHASE), math.sin(LATEST_PHASE)])
+    query[1, [slowest, half + slowest], ONE] = latest
+    query[0, [slowest, half + slowest], ONE] = -latest
+    query[0, [slowest, half + slowest], IS_A_VALUE] = latest
     key[0, :slowest, ONE] = 1.0
-    key[0, slowest, KEY.stop - 1] = 1.0
+    key[0, slowest, IS_A_KEY] = 1.0
     value[0, :11, KEY] = torch.eye(11)
 
     output = torch.zeros(config.hidden_size, config.heads, config.head_dim)
@@ -128,16 +133,11 @@ def _lookup_layer(card: ModelCard) -> LayerWeights:
     """Layer 1, head 0; head 1 stays empty."""
     query, key, value = _projections(card)
     bits = SYMBOL_BITS
-    after_key, is_value = bits, bits + 1
-    asks = ASKED.stop - 1
-    query[0, :bits, ASKED.start : asks] = SHARP * torch.eye(bits)
-    query[0, after_key, ONE] = SHARP * AFTER_KEY
-    # A value attracts where a key is asked for and repels where none is.
-    query[0, is_value, ONE] = -SHARP
-    query[0, is_value, asks] = SHARP * (1.0 + IS_VALUE)
-    key[0, : bits + 1, PREVIOUS] = torch.eye(bits + 1)
-    key[0, is_value, VALUE.stop - 1] = 1.0
-    value[0, :bits, VALUE.start : VALUE.stop - 1] = torch.eye(bits)
+    query[0, :bits, ASKED] = SHARP * torch.eye(bits, bits + 1)
+    query[0, bits, ONE] = SHARP
+    key[0, :bits, PREVIOUS] = torch.eye(bits, bits + 1)
+    key[0, bits, [PREVIOUS.stop - 1, IS_A_VALUE, IS_A_KEY]] = torch.tensor([AFTER_KEY, IS_VALUE, IS_KEY])
+    value[0, :bits, VALUE] = torch.eye(bits, bits + 1)
 
     output = torch.zeros(card.config.hidden_size, card.config.heads, card.config.head_dim)
     output[ANSWER, 0, :bits] = torch.eye(bits)

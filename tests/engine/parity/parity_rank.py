@@ -1,0 +1,100 @@
+"""A rank that records every logit it computes, and whose free pages hold NaN at every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from engine_shim.model.decoder import Decoder
+from engine_shim.model.loading import layout_for
+from engine_shim.runner.torch_runner import TorchRunner
+from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.types import Batch, Request, Sampling
+
+
+class ParityRank:
+    """Scheduler and torch runner, stepped by hand; the cache is checked after every step.
+
+    ``logits[request id][position]`` is what the rank computed last for that position (with ``record``; without it
+    the runner samples for itself). ``pages_filled[g]`` counts
+    how often a page of group g was begun: more often than the pool has pages means that pages were used again.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        page_tokens: int = 8,
+        pool_tokens: int = 2048,
+        window_pool_tokens: int | None = None,
+        chunk_tokens: int = 4096,
+        max_running: int = 16,
+        eos_token_ids: frozenset[int] = frozenset(),
+        record: bool = True,
+    ) -> None:
+        self.layout = layout_for(
+            decoder.config,
+            page_tokens=page_tokens,
+            pool_tokens=pool_tokens,
+            window_pool_tokens=window_pool_tokens,
+        )
+        self.runner = TorchRunner(decoder, self.layout)
+        self.scheduler = Scheduler(
+            self.layout,
+            max_running=max_running,
+            chunk_tokens=chunk_tokens,
+            max_context_tokens=decoder.config.max_positions,
+            eos_token_ids=eos_token_ids,
+        )
+        self._record = record
+        self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self.pages_filled = [0 for _ in self.layout.groups]
+        self.largest_batch = 0
+
+    def generate(self, prompts: dict[str, list[int]], *, max_tokens: int = 32) -> dict[str, Request]:
+        """Run all prompts together to their ends, greedily, and return the requests by name."""
+        requests = {
+            name: Request(id=name, prompt=tuple(prompt), sampling=Sampling(max_tokens=max_tokens))
+            for name, prompt in prompts.items()
+        }
+        for request in requests.values():
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            self.step()
+        return requests
+
+    def step(self) -> None:
+        """Schedule, poison what is free, run, commit, check."""
+        batch = self.scheduler.schedule()
+        assert batch is not None, "requests wait but nothing can run"
+        self._poison()
+        tokens = self._run(batch)
+        self.scheduler.commit(batch, tokens)
+        self.scheduler.check_integrity()
+        self.largest_batch = max(self.largest_batch, len(batch.chunks))
+
+    def _run(self, batch: Batch) -> list[int]:
+        page_tokens = self.layout.page_tokens
+        for chunk in batch.chunks:
+            begun = -(-(chunk.start + chunk.count) // page_tokens) - -(-chunk.start // page_tokens)
+            self.pages_filled = [filled + begun for filled in self.pages_filled]
+        if not self._record:
+            return self.runner.run(batch)
+        logits = self.runner.logits(batch)
+        tokens, row = [], 0
+        for chunk in batch.chunks:
+            rows = logits[row : row + chunk.count]
+            self.logits[chunk.request.id].update(enumerate(rows, start=chunk.start))
+            if chunk.samples:
+                tokens.append(int(rows[-1].argmax()))
+            row += chunk.count
+        return tokens
+
+    def _poison(self) -> None:
+        """NaN into the null page and every page that nobody holds: reading one shows in the logits."""
+        for group, pool in enumerate(self.scheduler._memory.cache.pools):
+            pages = torch.tensor(sorted({0, *pool.free_set()}))
+            self.runner.pools.keys[group][:, pages] = torch.nan
+            self.runner.pools.values[group][:, pages] = torch.nan
