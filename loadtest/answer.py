@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import msgspec
 
+from router.wire.headers import EXPECTED_CACHED_TOKENS, RANK, REASON, WORKER
+
 
 class Outcome(StrEnum):
     """How an exchange ended."""
@@ -149,21 +151,14 @@ def _refusal(status: int) -> Outcome:
     return Outcome.FAILED if status >= 500 else Outcome.PROTOCOL
 
 
-# Header names of the router's answers.
-WORKER_HEADER = "x-homing-worker"
-RANK_HEADER = "x-homing-rank"
-REASON_HEADER = "x-homing-reason"
-EXPECTED_HEADER = "x-homing-expected-cached-tokens"
-
-
 def _placement(headers: dict[str, str]) -> Placement | None:
-    if WORKER_HEADER not in headers and RANK_HEADER not in headers:
+    if WORKER.decode() not in headers:
         return None
-    expected = headers.get(EXPECTED_HEADER, "")
+    expected = headers.get(EXPECTED_CACHED_TOKENS.decode(), "")
     return Placement(
-        worker=headers.get(WORKER_HEADER, "unknown"),
-        rank=headers.get(RANK_HEADER, "unknown"),
-        reason=headers.get(REASON_HEADER, "unknown"),
+        worker=headers[WORKER.decode()],
+        rank=headers.get(RANK.decode(), "?"),
+        reason=headers.get(REASON.decode(), "unknown"),
         expected_cached_tokens=int(expected) if expected.isdecimal() else None,
     )
 
