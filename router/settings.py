@@ -183,10 +183,11 @@ class Settings(BaseSettings):
     @field_validator("workers")
     @classmethod
     def _distinct(cls, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
-        names = [worker.name for worker in workers]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"two workers are called {twice}; give one of them another id")
+        for what in ("name", "url"):
+            given = [getattr(worker, what) for worker in workers]
+            twice = next((value for value in given if given.count(value) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two workers have the {what} {twice}")
         return workers
 
     @classmethod

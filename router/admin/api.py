@@ -1,0 +1,143 @@
+"""The admin plane: a FastAPI app over registry and fleet. Errors have the shape of the data plane's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
+from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError, to_answer
+from router.fleet.fleet import Fleet
+from router.fleet.registry import Registry
+from router.settings import WorkerSpec
+from router.telemetry.metrics import Metrics
+
+
+def create_admin(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: str, version: str) -> FastAPI:
+    """The admin app. Its handlers run on the event loop that owns the fleet."""
+    page = (files("router.admin") / "console.html").read_text(encoding="utf-8")
+    app = FastAPI(
+        title="Homing admin",
+        version=version,
+        description="Workers, cache state and metrics of a running Homing router.",
+        dependencies=[Depends(_same_origin)],
+    )
+    _add_error_handlers(app)
+
+    def ranks_by_slot(name: str) -> Json:
+        return worker_view(registry.worker(name), {rank.slot: rank for rank in fleet.ranks()})
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def console() -> str:
+        return page
+
+    @app.get("/health", summary="The admin plane answers.")
+    async def health() -> Json:
+        return {"status": "ok"}
+
+    @app.get("/metrics", summary="Prometheus metrics.")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/admin/workers", summary="All workers with their ranks.")
+    async def list_workers() -> Json:
+        return {"workers": workers_view(registry, fleet)}
+
+    @app.post("/admin/workers", status_code=202, summary="Register a worker; it is asked in the background.")
+    async def add_worker(spec: WorkerSpec) -> Json:
+        worker = registry.add(spec)
+        return ranks_by_slot(worker.name)
+
+    @app.get("/admin/workers/{name}", summary="One worker.")
+    async def show_worker(name: str) -> Json:
+        return ranks_by_slot(name)
+
+    @app.delete("/admin/workers/{name}", status_code=204, summary="Forget a worker; requests on it may finish.")
+    async def remove_worker(name: str) -> None:
+        await registry.remove(name)
+
+    @app.post("/admin/workers/{name}/drain", summary="Give a worker no new sessions.")
+    async def drain_worker(name: str) -> Json:
+        registry.drain(name)
+        return ranks_by_slot(name)
+
+    @app.post("/admin/workers/{name}/undrain", summary="Take a drain back.")
+    async def undrain_worker(name: str) -> Json:
+        registry.undrain(name)
+        return ranks_by_slot(name)
+
+    @app.post("/admin/workers/{name}/reset_cache", summary="Empty a worker's prefix cache.")
+    async def reset_worker(name: str) -> Json:
+        await registry.reset_cache(name)
+        return ranks_by_slot(name)
+
+    @app.get("/admin/sessions", summary="Sessions with a home, the most recently used first.")
+    async def list_sessions(limit: Annotated[int, Query(ge=1, le=10_000)] = 100) -> Json:
+        return {"sessions": sessions_view(fleet, limit=limit), "total": len(fleet.sessions)}
+
+    @app.get("/admin/fleet", summary="What the console page shows.")
+    async def show_fleet() -> Json:
+        return fleet_view(registry, fleet, metrics, policy=policy)
+
+    return app
+
+
+async def _same_origin(request: Request) -> None:
+    """A page of another site, open in an operator's browser, may not change anything here."""
+    origin = request.headers.get("origin")
+    if request.method != "GET" and origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise BadRequest("This request comes from a page of another site.", code="cross_origin")
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    handlers: dict[type[Exception], Callable[[Exception], Exception]] = {
+        RequestError: lambda error: error,
+        WorkerError: lambda error: UpstreamFailed(str(error)),
+        RequestValidationError: _from_validation,
+        HTTPException: _from_http,
+        Exception: lambda error: error,
+    }
+    for kind, translate in handlers.items():
+        app.add_exception_handler(kind, _handler(translate))
+
+
+def _handler(translate: Callable[[Exception], Exception]) -> Handler:
+    async def handle(_: Request, error: Exception) -> Response:
+        answer = to_answer(translate(error))
+        return Response(answer.body, status_code=answer.status, headers=dict(answer.headers))
+
+    return handle
+
+
+def _from_validation(error: Exception) -> RequestError:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return BadRequest("The body is not valid JSON.", code="invalid_json")
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    message = first["msg"].removeprefix("Value error, ")
+    return BadRequest(f"{param or 'The body'}: {message}", param=param)
+
+
+def _from_http(error: Exception) -> RequestError:
+    assert isinstance(error, HTTPException)
+    match error.status_code:
+        case 404:
+            return NotFound("The admin plane has no such path; /docs lists them.")
+        case 405:
+            return MethodNotAllowed("This path does not take that method; /docs lists what it takes.")
+        case _:
+            return BadRequest(str(error.detail))

@@ -1,0 +1,222 @@
+"""The one place where the router's parts are made and joined, started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import cast
+
+import httpx
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from structlog.typing import FilteringBoundLogger
+
+from router.admin.api import create_admin
+from router.errors import ConfigError
+from router.fleet.fleet import Fleet
+from router.fleet.registry import Hooks, Registry, Worker
+from router.proxy.brain import RouterBrain
+from router.proxy.plane import DataPlane
+from router.proxy.types import Brain
+from router.settings import Settings
+from router.telemetry.logging import make_logger
+from router.telemetry.metrics import Metrics
+from router.tokenizers import learn_from_worker, use_local
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0, 1 for a port that is taken, 2 for a bad setting."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    log = make_logger(level=settings.log_level, form=settings.log_format)
+    signals = _Signals()
+    async with _client(settings) as client:
+        try:
+            router = Router(settings, client=client, log=log)
+            await router.start()
+        except ConfigError as error:
+            return _refuse(str(error), status=2)
+        except OSError as error:
+            return _refuse(str(error), status=1)
+        with signals.watched():
+            await router.run(signals)
+    log.info("router stopped")
+    return 0
+
+
+def _refuse(sentence: str, *, status: int) -> int:
+    print(f"homing router: {sentence}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def _client(settings: Settings) -> httpx.AsyncClient:
+    """For probes and questions to workers; requests of clients take another way."""
+    return httpx.AsyncClient(timeout=settings.probes.timeout_seconds, trust_env=False, follow_redirects=False)
+
+
+class Router:
+    """A whole router. ``start`` binds both doors; ``run`` serves until it is told to stop."""
+
+    def __init__(self, settings: Settings, *, client: httpx.AsyncClient, log: FilteringBoundLogger) -> None:
+        """Make and join the parts. Raises ``ConfigError`` for tokenizer files that cannot be used."""
+        self._settings = settings
+        self._log = log
+        prometheus = CollectorRegistry()
+        ProcessCollector(registry=prometheus)
+        PlatformCollector(registry=prometheus)
+        metrics = Metrics(prometheus)
+        metrics.build_info.labels(_version()).set(1)
+
+        fleet = Fleet(settings.routing, metrics, clock=time.monotonic)
+        brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics)
+        use_local(brain, settings.models)
+
+        async def learn(worker: Worker) -> None:
+            await learn_from_worker(worker, brain, client, log)
+
+        def is_streaming(worker: Worker) -> bool:
+            loads = [fleet.member(slot).load for slot in worker.slots]
+            return any(load.inflight > load.waiting for load in loads)
+
+        self._registry = Registry(
+            fleet,
+            settings.probes,
+            client=client,
+            metrics=metrics,
+            log=log,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            hooks=Hooks(on_worker_ready=learn, has_progress=is_streaming),
+        )
+        for spec in settings.workers:
+            self._registry.add(spec)
+        # The plane hands back only what this brain prepared, which a protocol with a plain method cannot say.
+        self._plane = DataPlane(cast("Brain", brain), metrics, settings.server, settings.upstream, log)
+        admin = create_admin(self._registry, fleet, metrics, policy=settings.routing.policy, version=_version())
+        self._admin = _AdminServer(
+            uvicorn.Config(
+                admin, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+            )
+        )
+        self._admin_socket: socket.socket | None = None
+        self._data_port = 0
+
+    async def start(self) -> None:
+        """Bind both doors. Raises ``OSError`` with a sentence that names the address and the option."""
+        server, admin = self._settings.server, self._settings.admin
+        with _address_named(admin.host, admin.port, option="--admin-port"):
+            self._admin_socket = _bind(admin.host, admin.port)
+        try:
+            with _address_named(server.host, server.port, option="--port"):
+                self._data_port = await self._plane.start()
+        except OSError:
+            self._admin_socket.close()
+            raise
+
+    async def run(self, signals: _Signals) -> None:
+        """Serve, then stop in order: not ready, answers end, the admin plane last."""
+        assert self._admin_socket is not None, "start first"
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._registry.run())
+            admin = tasks.create_task(self._admin.serve(sockets=[self._admin_socket]))
+            self._announce()  # both doors are bound: who comes now waits, but is not refused
+            await signals.stop.wait()
+            await self._drain(signals)
+            self._admin.should_exit = True
+            await admin
+            watching.cancel()
+
+    async def _drain(self, signals: _Signals) -> None:
+        seconds = self._settings.server.shutdown_seconds
+        self._log.info("stopping: answers under way may end", within_seconds=seconds)
+        draining = asyncio.ensure_future(self._plane.drain(seconds))
+        hurrying = asyncio.ensure_future(signals.hurry.wait())
+        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not draining.done():
+            draining.cancel()
+            await asyncio.wait([draining])
+            await self._plane.drain(0)
+        else:
+            await draining
+
+    def _announce(self) -> None:
+        assert self._admin_socket is not None
+        data = _shown(self._settings.server.host, self._data_port)
+        admin = _shown(self._settings.admin.host, self._admin_socket.getsockname()[1])
+        print(f"homing router ready data=http://{data} admin=http://{admin}", flush=True)  # noqa: T201
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events: the first asks to stop, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._came)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _came(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+class _AdminServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the router stops it when the data plane has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _address_named(host: str, port: int, *, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        if "in use" in reason:
+            reason = f"the port is in use; choose another with {option}"
+        raise OSError(f"cannot listen on {_shown(host, port)}: {reason}") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(128)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _version() -> str:
+    try:
+        return version("homing")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,259 @@
+"""One rank's cache events: ZMQ subscription, replay and snapshot, driven by ``core.continuity``.
+
+This module moves bytes and keeps time; what to do about a gap or a restart is decided there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import zmq
+import zmq.asyncio
+from structlog.typing import FilteringBoundLogger
+from zmq.utils.monitor import recv_monitor_message
+
+from router.core.continuity import Continuity, advance
+from router.core.continuity_types import (
+    Apply,
+    AskFailed,
+    AskReplay,
+    AskSnapshot,
+    Cause,
+    Check,
+    Clear,
+    Damaged,
+    Event,
+    Joined,
+    Load,
+    Message,
+    ReplayDone,
+    ReplayEnd,
+    ReplayPart,
+    Restarted,
+    SnapshotTaken,
+)
+from router.core.types import RankId
+from router.errors import WireError, WorkerError
+from router.telemetry.metrics import Metrics
+from router.wire.kv_events import (
+    REPLAY_END,
+    EventBatch,
+    EventSource,
+    Snapshot,
+    decode_batch,
+    decode_sequence,
+    encode_sequence,
+)
+
+RECEIVE_HIGH_WATER: Final = 100_000
+_LOG_EVERY_SECONDS: Final = 60.0
+_YIELD_EVERY_MESSAGES: Final = 64
+#: The publisher learns of the subscription a moment after the handshake; what it sends before is not for us.
+_SUBSCRIBE_SECONDS: Final = 0.05
+
+
+class Picture(Protocol):
+    """Where a rank's events go: the fleet's index."""
+
+    def apply(self, slot: int, batch: EventBatch, *, now: float) -> None: ...
+    def clear(self, slot: int, cause: str) -> None: ...
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """How long a stream waits, in seconds."""
+
+    replay_idle: float = 3.0  # between two parts; engines answer between steps, and a step can be long
+    replay_total: float = 120.0
+    check_every: float = 30.0
+    between_asks: float = 0.25  # so that a publisher that sends only damage is not asked without pause
+
+
+class EventStream:
+    """Keeps one rank's picture whole while ``run`` runs. ``snapshot`` fetches one, where the worker offers it."""
+
+    def __init__(
+        self,
+        source: EventSource,
+        picture: Picture,
+        *,
+        slot: int,
+        rank: RankId,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        context: zmq.asyncio.Context,
+        snapshot: Callable[[], Awaitable[Snapshot]] | None = None,
+        times: StreamTimes = StreamTimes(),
+    ) -> None:
+        self._source = source
+        self._picture = picture
+        self._slot = slot
+        self._labels = (rank.worker, str(rank.rank))
+        self._metrics = metrics
+        self._log = log.bind(worker=rank.worker, rank=rank.rank)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._context = context
+        self._fetch_snapshot = snapshot
+        self._times = times
+        self._state = Continuity(
+            has_replay=source.replay_endpoint is not None,
+            has_snapshot=snapshot is not None and source.snapshot_path is not None,
+        )
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ask: asyncio.Task[None] | None = None
+        self._last_ask_at = -1e9
+        self._last_damage_log_at = -1e9
+
+    async def run(self) -> None:
+        """Follow the stream until cancelled; return at once from an endpoint that is none."""
+        subscriber = self._context.socket(zmq.SUB)
+        subscriber.linger = 0
+        subscriber.rcvhwm = RECEIVE_HIGH_WATER
+        subscriber.setsockopt(zmq.RECONNECT_IVL, 100)
+        subscriber.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        subscriber.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        subscriber.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        subscriber.subscribe(self._source.topic.encode())
+        monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            subscriber.connect(self._source.endpoint)
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._watch_connection(monitor))
+                self._tasks.create_task(self._check_now_and_then())
+                await self._receive(subscriber)
+        finally:
+            subscriber.disable_monitor()
+            subscriber.close()
+
+    def restarted(self) -> None:
+        """The worker is known to be a new process: nothing of the old picture holds."""
+        if self._tasks is not None:
+            self._feed(Restarted())
+
+    def check(self) -> None:
+        """Ask whether anything was missed."""
+        if self._tasks is not None:
+            self._feed(Check())
+
+    # --- the three sources of what happens ------------------------------------------------------------
+
+    async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
+        received = 0
+        while True:
+            frames = await subscriber.recv_multipart()
+            self._metrics.event_batches.labels(*self._labels).inc()
+            self._feed(self._decode_live(frames))
+            received += 1
+            if received % _YIELD_EVERY_MESSAGES == 0:
+                await asyncio.sleep(0)
+
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            await recv_monitor_message(monitor)
+            await asyncio.sleep(_SUBSCRIBE_SECONDS)
+            self._feed(Joined())
+
+    async def _check_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._times.check_every)
+            self._feed(Check())
+
+    def _decode_live(self, frames: list[bytes]) -> Event:
+        sequence: int | None = None
+        try:
+            if len(frames) != 3:
+                raise WireError(f"a message of {len(frames)} frames, expected 3")
+            sequence = decode_sequence(frames[1])
+            batch = decode_batch(frames[2])
+        except WireError as error:
+            self._count_damage(error)
+            return Damaged(sequence)
+        self._metrics.event_lag.observe(max(0.0, self._wall_clock() - batch.timestamp))
+        return Message(sequence, batch)
+
+    def _count_damage(self, error: WireError) -> None:
+        self._metrics.event_damage.labels(*self._labels).inc()
+        now = self._clock()
+        if now - self._last_damage_log_at >= _LOG_EVERY_SECONDS:
+            self._last_damage_log_at = now
+            self._log.warning("cache event message not understood", reason=str(error))
+
+    # --- deciding and doing ----------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        self._state, actions = advance(self._state, event)
+        for action in actions:
+            match action:
+                case Apply(batch):
+                    self._picture.apply(self._slot, batch, now=self._clock())
+                case Load(snapshot):
+                    self._picture.load_snapshot(self._slot, snapshot, now=self._clock())
+                case Clear(cause):
+                    self._log.info("cache picture thrown away", cause=str(cause))
+                    self._picture.clear(self._slot, cause)
+                case ReplayDone(result):
+                    self._metrics.replays.labels(*self._labels, result).inc()
+                case AskReplay() | AskSnapshot():
+                    if action.cause is Cause.GAP:
+                        self._metrics.event_gaps.labels(*self._labels).inc()
+                    self._start(action)
+
+    def _start(self, ask: AskReplay | AskSnapshot) -> None:
+        assert self._tasks is not None, "the machine asks only while the stream runs"
+        if self._ask is not None and self._ask is not asyncio.current_task():
+            self._ask.cancel()
+        self._ask = self._tasks.create_task(self._answer(ask))
+
+    async def _answer(self, ask: AskReplay | AskSnapshot) -> None:
+        wait = self._last_ask_at + self._times.between_asks - self._clock()
+        if ask.cause is not Cause.GAP and wait > 0:
+            await asyncio.sleep(wait)
+        self._last_ask_at = self._clock()
+        try:
+            if isinstance(ask, AskReplay):
+                async with asyncio.timeout(self._times.replay_total):
+                    await self._replay(ask)
+            elif self._fetch_snapshot is not None:
+                self._feed(SnapshotTaken(ask.ticket, await self._fetch_snapshot()))
+        except (TimeoutError, zmq.ZMQError, WireError, WorkerError) as error:
+            self._log.info("cache events could not be asked for again", reason=str(error) or "no answer in time")
+            self._feed(AskFailed(ask.ticket))
+
+    async def _replay(self, ask: AskReplay) -> None:
+        """Ask with a DEALER, as many answers follow; each is ``[b"", (topic,) sequence, payload]``."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.rcvhwm = 0
+        try:
+            dealer.connect(str(self._source.replay_endpoint))
+            await dealer.send_multipart([b"", encode_sequence(ask.start)])
+            number = 0
+            while ask.ticket == self._state.ticket:
+                number += 1
+                async with asyncio.timeout(self._times.replay_idle):
+                    frames = await dealer.recv_multipart()
+                if len(frames) < 3:
+                    raise WireError(f"a replay part of {len(frames)} frames, expected 4")
+                if frames[-2] == REPLAY_END:
+                    self._feed(ReplayEnd(ask.ticket))
+                    return
+                sequence = decode_sequence(frames[-2])
+                self._feed(self._decode_part(ask, sequence, frames[-1]))
+                if number % _YIELD_EVERY_MESSAGES == 0:
+                    await asyncio.sleep(0)
+        finally:
+            dealer.close()
+
+    def _decode_part(self, ask: AskReplay, sequence: int, payload: bytes) -> Event:
+        try:
+            return ReplayPart(ask.ticket, sequence, decode_batch(payload))
+        except WireError as error:
+            self._count_damage(error)
+            return Damaged(sequence, ask.ticket)

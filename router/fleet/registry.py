@@ -1,0 +1,310 @@
+"""The workers: known by URL, asked what they are, watched, and kept as ranks in the fleet.
+
+Each worker has one task that lives as long as the worker is registered: ask (again and again while it is down), enter
+its ranks, follow their event streams, probe. A worker that is down is reported with a sentence; it never stops the
+router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import httpx
+import zmq.asyncio
+from structlog.typing import FilteringBoundLogger
+
+from router.core.types import RankId, RankStatus
+from router.errors import Conflict, HomingError, NotFound, WorkerError
+from router.fleet.event_stream import EventStream, Picture, StreamTimes
+from router.fleet.probes import SENTENCES, Verdict, judge, probe
+from router.fleet.target import Target
+from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
+from router.settings import ProbeSettings, WorkerSpec
+from router.telemetry.metrics import Metrics
+from router.wire.kv_events import Snapshot
+
+_FIRST_RETRY_SECONDS = 0.5
+_LAST_RETRY_SECONDS = 10.0
+
+
+class Ranks(Picture, Protocol):
+    """What the registry writes of the fleet."""
+
+    def add_rank(
+        self,
+        rank_id: RankId,
+        /,
+        *,
+        target: Target,
+        models: frozenset[str],
+        block_tokens: int | None,
+        pool_tokens: int | None,
+    ) -> int: ...
+    def remove_rank(self, slot: int) -> None: ...
+    def set_status(self, slot: int, status: RankStatus) -> None: ...
+
+
+@dataclass(slots=True)
+class Worker:
+    """A registered worker. Written by the registry alone; ``reason`` says in a sentence why it is not ready."""
+
+    spec: WorkerSpec
+    status: RankStatus = RankStatus.PENDING
+    reason: str = "not asked yet"
+    info: WorkerInfo | None = None
+    slots: tuple[int, ...] = ()
+    is_draining: bool = False
+    failed_probes: int = 0
+    streams: list[EventStream] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its id in metrics, headers and the admin API."""
+        return self.spec.name
+
+
+async def _nothing_more(_: Worker) -> None:
+    """The default for ``on_worker_ready``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What others do or know. ``on_worker_ready`` is awaited before a worker takes requests."""
+
+    on_worker_ready: Callable[[Worker], Awaitable[None]] = _nothing_more
+    has_progress: Callable[[Worker], bool] = lambda _: False
+
+
+class Registry:
+    """All workers. ``add``, ``remove`` and the rest may be called while ``run`` runs."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: ProbeSettings,
+        *,
+        client: httpx.AsyncClient,
+        metrics: Metrics,
+        log: FilteringBoundLogger,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        hooks: Hooks | None = None,
+        stream_times: StreamTimes | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._client = client
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._hooks = hooks or Hooks()
+        self._stream_times = stream_times or StreamTimes()
+        self._workers: dict[str, Worker] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._context: zmq.asyncio.Context | None = None
+
+    async def run(self) -> None:
+        """Keep all workers until cancelled."""
+        self._context = zmq.asyncio.Context()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for worker in self._workers.values():
+                    self._start(worker)
+                await asyncio.get_running_loop().create_future()
+        finally:
+            self._context.destroy(linger=0)
+
+    # --- what an operator asks ------------------------------------------------------------------------
+
+    def workers(self) -> Sequence[Worker]:
+        """All registered workers, in order of registration."""
+        return list(self._workers.values())
+
+    def worker(self, name: str) -> Worker:
+        """One worker. Raises ``NotFound``."""
+        if name not in self._workers:
+            raise NotFound(f"There is no worker {name!r}.", code="worker_not_found", param="id")
+        return self._workers[name]
+
+    def add(self, spec: WorkerSpec) -> Worker:
+        """Register a worker; it is asked and entered in the background. Raises ``Conflict``."""
+        for other in self._workers.values():
+            if spec.name == other.name or spec.url == other.spec.url:
+                raise Conflict(f"Worker {other.name!r} at {other.spec.url} is registered already.", param="url")
+        worker = self._workers[spec.name] = Worker(spec)
+        if self._tasks is not None:
+            self._start(worker)
+        return worker
+
+    async def remove(self, name: str) -> None:
+        """Forget a worker with all its ranks held. Requests on it may finish. Raises ``NotFound``."""
+        worker = self.worker(name)
+        del self._workers[name]
+        life = self._lives.pop(name, None)
+        if life is not None:
+            life.cancel()
+            await asyncio.wait([life])
+        self._log.info("worker removed", worker=worker.name)
+
+    def drain(self, name: str) -> Worker:
+        """Give a worker no new sessions; those at home there are still served. Raises ``NotFound``."""
+        worker = self.worker(name)
+        worker.is_draining = True
+        self._show(worker, worker.status, worker.reason)
+        return worker
+
+    def undrain(self, name: str) -> Worker:
+        """Take ``drain`` back. Raises ``NotFound``."""
+        worker = self.worker(name)
+        worker.is_draining = False
+        status = RankStatus.READY if worker.status is RankStatus.DRAINING else worker.status
+        self._show(worker, status, worker.reason)
+        return worker
+
+    async def reset_cache(self, name: str) -> None:
+        """Empty a worker's prefix cache, and the picture of it at once: vLLM tells of it only with its next step.
+
+        Raises ``NotFound``, ``WorkerError``.
+        """
+        worker = self.worker(name)
+        if worker.info is None:
+            raise WorkerError(f"{worker.name} has not been reached yet: {worker.reason}")
+        await reset_cache(self._client, worker.info)
+        for slot in worker.slots:
+            self._ranks.clear(slot, "reset")
+
+    # --- a worker's life ------------------------------------------------------------------------------
+
+    def _start(self, worker: Worker) -> None:
+        assert self._tasks is not None
+        self._lives[worker.name] = self._tasks.create_task(self._live(worker))
+
+    async def _live(self, worker: Worker) -> None:
+        while True:
+            info = await self._ask_until_known(worker)
+            worker.info = info
+            worker.slots = tuple(self._enter(info, rank) for rank in range(info.dp_size))
+            try:
+                async with asyncio.TaskGroup() as streams:
+                    worker.streams = self._streams(info, worker.slots)
+                    following = [streams.create_task(stream.run()) for stream in worker.streams]
+                    await self._greet(worker)
+                    await self._watch(worker)
+                    for task in following:
+                        task.cancel()
+            finally:
+                for slot in worker.slots:
+                    self._ranks.remove_rank(slot)
+                worker.slots, worker.streams = (), []
+
+    async def _ask_until_known(self, worker: Worker) -> WorkerInfo:
+        wait = _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                return await describe(self._client, worker.spec)
+            except WorkerError as error:
+                self._show(worker, RankStatus.DOWN, str(error))
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LAST_RETRY_SECONDS)
+
+    async def _greet(self, worker: Worker) -> None:
+        """Let the others do what they need before the first request."""
+        try:
+            await self._hooks.on_worker_ready(worker)
+        except HomingError as error:
+            self._log.warning("worker joins without its tokenizer or checks", worker=worker.name, reason=str(error))
+        self._show(worker, RankStatus.READY, "")
+
+    async def _watch(self, worker: Worker) -> None:
+        """Probe until the worker turns out to be laid out in another way than its ranks are."""
+        assert worker.info is not None
+        while True:
+            await asyncio.sleep(self._settings.interval_seconds)
+            seen = await probe(self._client, worker.info.url, timeout_seconds=self._settings.timeout_seconds)
+            failed_before = worker.failed_probes
+            worker.failed_probes, verdict = judge(
+                seen,
+                failed_before=failed_before,
+                failures_allowed=self._settings.failures,
+                has_progress=self._hooks.has_progress(worker),
+            )
+            if verdict is Verdict.DOWN:
+                self._show(worker, RankStatus.DOWN, f"{worker.name} {SENTENCES[seen]}")
+            elif verdict is Verdict.UP and failed_before and not await self._is_back(worker):
+                return
+
+    async def _is_back(self, worker: Worker) -> bool:
+        """A worker that failed a probe answers again: the same, a new process, or laid out in another way (False)?"""
+        before = worker.info
+        assert before is not None
+        try:
+            now = await describe(self._client, worker.spec)
+        except WorkerError as error:
+            worker.reason, worker.failed_probes = str(error), 1
+            return True  # not yet; the next probe asks again
+        if not now.is_laid_out_like(before):
+            return False
+        worker.info = now
+        for stream in worker.streams:
+            if now.identity != before.identity:
+                stream.restarted()
+            else:
+                stream.check()
+        await self._greet(worker)
+        return True
+
+    def _enter(self, info: WorkerInfo, rank: int) -> int:
+        return self._ranks.add_rank(
+            RankId(info.name, rank),
+            target=info.target(rank),
+            models=frozenset(info.models),
+            block_tokens=info.block_tokens,
+            pool_tokens=info.pool_tokens,
+        )
+
+    def _streams(self, info: WorkerInfo, slots: Sequence[int]) -> list[EventStream]:
+        silent = [rank for rank, source in enumerate(info.sources) if source is None]
+        if silent:
+            self._log.warning(
+                "ranks publish no cache events: what they hold is guessed", worker=info.name, ranks=silent
+            )
+        return [self._stream(info, rank, slot) for rank, slot in enumerate(slots) if rank not in silent]
+
+    def _stream(self, info: WorkerInfo, rank: int, slot: int) -> EventStream:
+        source = info.sources[rank]
+        assert source is not None
+        assert self._context is not None
+        path = source.snapshot_path
+
+        async def snapshot() -> Snapshot:
+            return await fetch_snapshot(self._client, info.url, str(path))
+
+        return EventStream(
+            source,
+            self._ranks,
+            slot=slot,
+            rank=RankId(info.name, rank),
+            metrics=self._metrics,
+            log=self._log,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            context=self._context,
+            snapshot=snapshot if path else None,
+            times=self._stream_times,
+        )
+
+    def _show(self, worker: Worker, status: RankStatus, reason: str) -> None:
+        """Set and report a worker's status; a draining worker stays so until it is undrained."""
+        if worker.is_draining and status is RankStatus.READY:
+            status = RankStatus.DRAINING
+        if (status, reason) != (worker.status, worker.reason):
+            level = self._log.warning if status is RankStatus.DOWN else self._log.info
+            level("worker " + status, worker=worker.name, url=worker.spec.url, reason=reason or None)
+        worker.status, worker.reason = status, reason
+        for slot in worker.slots:
+            self._ranks.set_status(slot, status)

@@ -1,0 +1,324 @@
+"""What a worker says of itself over HTTP: models, engine, ranks, event endpoints, pool, identity, tokenizer.
+
+Sources: vLLM ``/v1/models``, ``/kv_event_sources``, ``/metrics``; SGLang ``/server_info``; the shim offers vLLM's.
+What the operator wrote in the ``WorkerSpec`` wins over what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.core.types import Engine
+from router.errors import WireError, WorkerError
+from router.fleet.target import Target
+from router.settings import WorkerSpec
+from router.wire.kv_events import EventSource, Snapshot, decode_snapshot, decode_sources
+
+T = TypeVar("T")
+_ENDPOINT = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
+_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 (read, not bound)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker as it describes itself. ``sources[rank]`` is None for a rank that publishes no events.
+
+    ``identity`` changes when the process is another one; None where the engine gives nothing to tell by.
+    """
+
+    name: str
+    url: str
+    engine: Engine
+    models: tuple[str, ...]
+    max_context_tokens: int | None
+    dp_size: int
+    sources: tuple[EventSource | None, ...]
+    block_tokens: int | None
+    pool_tokens: int | None
+    identity: str | None
+
+    def target(self, rank: int) -> Target:
+        """The address of one of its ranks."""
+        parts = urlsplit(self.url)
+        is_tls = parts.scheme == "https"
+        return Target(
+            host=parts.hostname or "",
+            port=parts.port or (443 if is_tls else 80),
+            rank=rank,
+            dp_size=self.dp_size,
+            engine=self.engine,
+            base_path=parts.path,
+            tls=is_tls,
+        )
+
+    def is_laid_out_like(self, other: WorkerInfo) -> bool:
+        """Nothing but the process differs, so ranks and streams may stay."""
+        return replace(self, identity=None, sources=_places(self)) == replace(
+            other, identity=None, sources=_places(other)
+        )
+
+
+def _places(info: WorkerInfo) -> tuple[EventSource | None, ...]:
+    return tuple(source and replace(source, epoch=None, extra={}) for source in info.sources)
+
+
+async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
+    """Ask a worker what it is. Raises ``WorkerError`` with a sentence that says what went wrong."""
+    models = await _get_json(client, spec.url + "/v1/models")
+    sources, server, metrics = await asyncio.gather(
+        _optional(_get_json(client, spec.url + "/kv_event_sources")),
+        _optional(_get_json(client, spec.url + "/server_info")),
+        _optional(_get_text(client, spec.url + "/metrics")),
+    )
+    families = _families(metrics or "")
+    engine = Engine(spec.engine) if spec.engine else _engine(sources, server)
+    cache = _labels(families, "vllm:cache_config_info")
+    event_sources = _sources(spec, sources, server)
+    dp_size = spec.dp_size or _dp_size(sources, server, families)
+    by_rank = {source.rank: source for source in event_sources}
+    block_tokens = next((source.block_tokens for source in event_sources if source.block_tokens), None)
+    return WorkerInfo(
+        name=spec.name,
+        url=spec.url,
+        engine=engine,
+        models=spec.models or _model_ids(models, spec.url),
+        max_context_tokens=_max_context(models),
+        dp_size=dp_size,
+        sources=tuple(by_rank.get(rank) for rank in range(dp_size)),
+        block_tokens=block_tokens or _number(cache.get("block_size")) or _number((server or {}).get("page_size")),
+        pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
+        identity=_identity(event_sources, families),
+    )
+
+
+async def fetch_tokenizer(client: httpx.AsyncClient, url: str) -> tuple[bytes, dict[str, Any]] | None:
+    """The worker's ``tokenizer.json`` and tokenizer configuration; None where it offers none."""
+    try:
+        response = await client.get(url + "/tokenizer.json")
+        if response.status_code != httpx.codes.OK:
+            return None
+        config = await _optional(_get_json(client, url + "/tokenizer_info"))
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+    return response.content, dict(config or {})
+
+
+async def fetch_snapshot(client: httpx.AsyncClient, url: str, path: str) -> Snapshot:
+    """A shim's picture of one rank. Raises ``WorkerError``, ``WireError``."""
+    try:
+        response = await client.get(url + path)
+    except httpx.HTTPError as error:
+        raise WorkerError(_sentence(url + path, error)) from error
+    if response.status_code != httpx.codes.OK:
+        raise WorkerError(f"{url}{path} answered {response.status_code}")
+    return decode_snapshot(response.content)
+
+
+async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:
+    """Let the worker forget its prefix cache. Raises ``WorkerError`` where it refuses."""
+    path = "/flush_cache" if info.engine is Engine.SGLANG else "/reset_prefix_cache"
+    try:
+        response = await client.post(info.url + path)
+    except httpx.HTTPError as error:
+        raise WorkerError(_sentence(info.url, error)) from error
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise WorkerError(f"{info.name} does not offer {path} (vLLM: only with VLLM_SERVER_DEV_MODE=1)")
+    if response.status_code != httpx.codes.OK or b'"success":false' in response.content.replace(b" ", b""):
+        raise WorkerError(f"{info.name} did not reset its cache, as requests are running on it")
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
+    try:
+        response = await client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise WorkerError(_sentence(url, error)) from error
+    if response.status_code != httpx.codes.OK:
+        raise WorkerError(f"{url} answered {response.status_code}")
+    return response
+
+
+async def _get_json(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
+    try:
+        body = (await _get(client, url)).json()
+    except ValueError as error:
+        raise WorkerError(f"{url} did not answer with JSON") from error
+    if not isinstance(body, dict):
+        raise WorkerError(f"{url} answered with JSON that is no object")
+    return body
+
+
+async def _get_text(client: httpx.AsyncClient, url: str) -> str:
+    return (await _get(client, url)).text
+
+
+async def _optional(answer: Awaitable[T]) -> T | None:
+    try:
+        return await answer
+    except WorkerError:
+        return None
+
+
+def _sentence(url: str, error: Exception) -> str:
+    match error:
+        case httpx.ConnectTimeout() | httpx.ConnectError():
+            return f"nothing listens at {url}"
+        case httpx.TimeoutException():
+            return f"{url} did not answer in time"
+        case _:
+            return f"{url} broke the connection: {type(error).__name__}"
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _model_ids(models: Mapping[str, Any], url: str) -> tuple[str, ...]:
+    cards = models.get("data")
+    names = (
+        [card["id"] for card in cards if isinstance(card, dict) and card.get("id")] if isinstance(cards, list) else []
+    )
+    if not names:
+        raise WorkerError(f"{url}/v1/models names no model")
+    return tuple(names)
+
+
+def _max_context(models: Mapping[str, Any]) -> int | None:
+    cards = models.get("data") or [{}]
+    return _number(cards[0].get("max_model_len")) if isinstance(cards[0], dict) else None
+
+
+def _engine(sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None) -> Engine:
+    entries = [entry for entry in (sources or {}).values() if isinstance(entry, dict)]
+    if any(entry.get("engine") == "homing-shim" for entry in entries):
+        return Engine.SHIM
+    if sources is None and server is not None and ("kv_events" in server or "page_size" in server):
+        return Engine.SGLANG
+    return Engine.VLLM
+
+
+def _sources(
+    spec: WorkerSpec, sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None
+) -> tuple[EventSource, ...]:
+    host = urlsplit(spec.url).hostname or ""
+    asked: Sequence[EventSource] = ()
+    try:
+        if sources:
+            asked = decode_sources(sources)
+        elif server and isinstance(server.get("kv_events"), dict):
+            asked = _sglang_sources(server["kv_events"])
+    except (WireError, KeyError, TypeError, ValueError) as error:
+        raise WorkerError(f"{spec.url} describes its cache events in a way that is not understood: {error}") from error
+    if spec.kv_events is not None:
+        told = {source.rank: source for source in asked}
+        count = spec.dp_size or max(len(told), 1)
+        asked = [
+            replace(
+                told.get(rank, EventSource(rank=rank, endpoint="")),
+                endpoint=_port_up(spec.kv_events, rank),
+                replay_endpoint=_port_up(spec.kv_replay, rank) if spec.kv_replay else None,
+            )
+            for rank in range(count)
+        ]
+    return tuple(
+        replace(
+            source,
+            endpoint=_reachable(source.endpoint, host),
+            replay_endpoint=_reachable(source.replay_endpoint, host) if source.replay_endpoint else None,
+        )
+        for source in asked
+        if _ENDPOINT.fullmatch(source.endpoint)  # others (inproc, ipc) cannot be reached from here
+    )
+
+
+def _sglang_sources(events: Mapping[str, Any]) -> Sequence[EventSource]:
+    if events.get("publisher") != "zmq":
+        return ()
+    host, base = events["endpoint_host"], int(events["endpoint_port_base"])
+    replay_base = events.get("replay_endpoint_port_base")
+    return [
+        EventSource(
+            rank=rank,
+            endpoint=f"tcp://{host}:{base + rank}",
+            replay_endpoint=f"tcp://{host}:{int(replay_base) + rank}" if replay_base else None,
+            topic=events.get("topic") or "",
+            block_tokens=_number(events.get("block_size")),
+        )
+        for rank in range(_number(events.get("dp_size")) or 1)
+    ]
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    """A publisher that listens everywhere is reached at the worker's own host."""
+    shown = f"[{host}]" if ":" in host else host
+    for wildcard in _WILDCARDS:
+        if endpoint.startswith(f"tcp://{wildcard}:"):
+            return f"tcp://{shown}:{endpoint.rsplit(':', 1)[1]}"
+    return endpoint
+
+
+def _port_up(endpoint: str, rank: int) -> str:
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}"
+
+
+def _dp_size(
+    sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None, families: Mapping[str, Metric]
+) -> int:
+    if sources:
+        return len(sources)
+    if server and (size := _number(server.get("dp_size"))):
+        return size
+    running = families.get("vllm:num_requests_running")
+    engines = {sample.labels.get("engine") for sample in running.samples} if running else set()
+    return max(len(engines), 1)
+
+
+def _pool_tokens(
+    cache: Mapping[str, str], server: Mapping[str, Any] | None, *, engine: Engine, dp_size: int
+) -> int | None:
+    """Tokens one rank's cache holds."""
+    if size := _number(cache.get("kv_cache_size_tokens")):
+        return size
+    blocks, block_tokens = _number(cache.get("num_gpu_blocks")), _number(cache.get("block_size"))
+    if blocks and block_tokens:
+        ranks = dp_size if engine is Engine.VLLM else 1  # vLLM counts the blocks of all its ranks together
+        return blocks * block_tokens // ranks
+    return _number((server or {}).get("max_total_num_tokens"))
+
+
+def _identity(sources: Sequence[EventSource], families: Mapping[str, Metric]) -> str | None:
+    epochs = [source.epoch for source in sources if source.epoch]
+    if epochs:
+        return ",".join(epochs)
+    started = families.get("process_start_time_seconds")
+    return str(started.samples[0].value) if started and started.samples else None
+
+
+def _families(text: str) -> Mapping[str, Metric]:
+    try:
+        return {family.name: family for family in text_string_to_metric_families(text)}
+    except (ValueError, KeyError, IndexError):
+        return {}  # not Prometheus text: nothing is learned from it
+
+
+def _labels(families: Mapping[str, Metric], name: str) -> Mapping[str, str]:
+    family = families.get(name) or families.get(name.removesuffix("_info"))
+    return family.samples[0].labels if family and family.samples else {}
+
+
+def _number(value: object) -> int | None:
+    """A positive integer, however it was written; None for anything else."""
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,74 @@
+"""Where a model's tokenizer and chat template come from: a local path, or a worker that offers them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from structlog.typing import FilteringBoundLogger
+
+from router.errors import ConfigError
+from router.fleet.registry import Worker
+from router.fleet.worker_api import fetch_tokenizer
+from router.proxy.brain import RouterBrain
+from router.proxy.tokenization import PromptTokenizer
+from router.settings import ModelSpec
+
+
+def use_local(brain: RouterBrain, models: Sequence[ModelSpec]) -> None:
+    """Load what the operator named. Raises ``ConfigError`` for files that are missing or damaged."""
+    for model in models:
+        for alias in model.aliases:
+            brain.set_alias(alias, model.name)
+        if model.tokenizer is not None:
+            tokenizer_json, config = read_files(model.tokenizer)
+            try:
+                brain.set_tokenizer(model.name, PromptTokenizer.from_files(tokenizer_json, config))
+            except ConfigError as error:
+                raise ConfigError(f"the tokenizer of {model.name} at {model.tokenizer}: {error}") from error
+
+
+def read_files(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """``tokenizer.json`` and its configuration, with the chat template that stands beside them, as ``transformers``
+    saves a model. ``path`` is the folder or the ``tokenizer.json`` in it. Raises ``ConfigError``.
+    """
+    folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    try:
+        tokenizer_json = file.read_bytes()
+        config_file = folder / "tokenizer_config.json"
+        config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
+        template_file = folder / "chat_template.jinja"
+        if template_file.exists():
+            config["chat_template"] = template_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer file {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'tokenizer_config.json'} is not JSON: {error}") from error
+    return tokenizer_json, config
+
+
+async def learn_from_worker(
+    worker: Worker, brain: RouterBrain, client: httpx.AsyncClient, log: FilteringBoundLogger
+) -> None:
+    """Ask a worker for the tokenizer of models that have none yet. Raises ``ConfigError`` for a damaged one."""
+    assert worker.info is not None
+    unknown = [model for model in worker.info.models if not brain.has_tokenizer(model)]
+    if not unknown:
+        return
+    files = await fetch_tokenizer(client, worker.info.url)
+    if files is None:
+        log.warning(
+            "no tokenizer: prompts are keyed by their text, so predicted hits are rough; "
+            "give one with --model-tokenizer NAME=PATH",
+            models=unknown,
+            worker=worker.name,
+        )
+        return
+    tokenizer = await asyncio.to_thread(PromptTokenizer.from_files, *files)
+    for model in unknown:
+        brain.set_tokenizer(model, tokenizer)
+    log.info("tokenizer learned from worker", models=unknown, worker=worker.name)
