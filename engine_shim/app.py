@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -72,33 +72,39 @@ class Shim:
 
 
 def build(settings: ShimSettings) -> Shim:
-    """Bind every port, then load the model, so that a taken port is told at once.
+    """Bind every port, then load the model, so that a taken port is told at once. On errors nothing stays open.
 
     Raises ``StartError``; what the model's loader raises passes through: ``FileNotFoundError``,
     ``MissingExtraError``, ``UnsupportedModelError``.
     """
-    door = _open_door(settings.host, settings.port)
-    publishers = _open_publishers(settings)
-    card = read_card(settings.model)
-    layout = layout_for(
-        card.config,
-        page_tokens=settings.page_tokens,
-        pool_tokens=settings.pool_tokens,
-        window_pool_tokens=settings.window_pool_tokens,
-    )
-    limit = settings.max_context_tokens or card.config.max_positions
-    if limit > card.config.max_positions:
-        raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
-    new_runner = _runners(settings, card, layout)
-    engines: list[Engine] = []
-    for rank, publisher in enumerate(publishers):
-        scheduler = _scheduler(settings, card, layout, limit)
-        limit = scheduler.context_tokens
-        engine = Engine(
-            rank, scheduler, runner=new_runner(), layout=layout, publisher=publisher, clock=time.perf_counter
+    with ExitStack() as undo:
+        door = undo.enter_context(_open_door(settings.host, settings.port))
+        publishers = _open_publishers(settings, undo)
+        card = read_card(settings.model)
+        layout = layout_for(
+            card.config,
+            page_tokens=settings.page_tokens,
+            pool_tokens=settings.pool_tokens,
+            window_pool_tokens=settings.window_pool_tokens,
         )
-        engines.append(engine)
-    return Shim(settings, door, _served(settings, card, limit), tuple(engines))
+        limit = settings.max_context_tokens or card.config.max_positions
+        if limit > card.config.max_positions:
+            raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
+        schedulers = [_scheduler(settings, card, layout, limit) for _ in publishers]
+        new_runner = _runners(settings, card, layout)
+        engines = tuple(
+            Engine(
+                rank,
+                scheduler,
+                runner=new_runner(),
+                layout=layout,
+                publisher=publisher,
+                clock=time.perf_counter,
+            )
+            for rank, (scheduler, publisher) in enumerate(zip(schedulers, publishers, strict=True))
+        )
+        undo.pop_all()
+    return Shim(settings, door, _served(settings, card, schedulers[0].context_tokens), engines)
 
 
 def run(shim: Shim) -> None:
@@ -170,7 +176,7 @@ def _open_door(host: str, port: int) -> socket.socket:
         raise StartError(f"port {port} on {host}: {os.strerror(error.errno) if error.errno else error}") from error
 
 
-def _open_publishers(settings: ShimSettings) -> list[EventPublisher | None]:
+def _open_publishers(settings: ShimSettings, undo: ExitStack) -> list[EventPublisher | None]:
     """One publisher per rank, all under one epoch id: this process, and no other, is the stream's source."""
     if not settings.kv_events:
         return [None] * settings.dp_size
@@ -183,12 +189,14 @@ def _open_publishers(settings: ShimSettings) -> list[EventPublisher | None]:
             settings.replay_port and settings.replay_port + rank,
         )
         try:
-            publishers.append(EventPublisher(wanted, rank=rank, epoch=epoch))
+            publisher = EventPublisher(wanted, rank=rank, epoch=epoch)
         except zmq.ZMQError as error:
             raise StartError(
                 f"event ports of rank {rank} (kv_events_port {wanted.port}, replay_port {wanted.replay_port}) "
                 f"on {settings.host}: {error.strerror}"
             ) from error
+        undo.callback(publisher.close)
+        publishers.append(publisher)
     return publishers
 
 

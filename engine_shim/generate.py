@@ -33,7 +33,9 @@ class Generation:
     ) -> None:
         self.engine = engine
         self.requests = tuple(requests)
-        self._texts = [TextStream(tokenizer, stops=stops) for _ in requests]
+        self._texts = [
+            TextStream(tokenizer, stops=stops, stop_token_ids=request.sampling.stop_token_ids) for request in requests
+        ]
         self._mailbox = Mailbox(len(requests))
         self._running = set(range(len(requests)))
         self._completion_tokens = 0
@@ -75,25 +77,13 @@ class Generation:
     def _piece(self, delta: Delta) -> Piece:
         if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
             self._refuse()
-        stream = self._texts[delta.index]
-        # The token that ended the answer counts but is not text.
-        ended = delta.tokens[-1:] if delta.finish is FinishReason.STOP else ()
-        told = stream.push(delta.tokens[: len(delta.tokens) - len(ended)])
-        text, ids, stopped = told.text, told.ids, told.stopped
-        if stopped is None and delta.finish is not None:
-            rest = stream.finish()
-            text, ids, stopped = text + rest.text, ids + ended, rest.stopped
-        self._completion_tokens += len(ids)
-        if stopped is None and delta.finish is None:
-            return Piece(delta.index, text, ids)
-        self._running.discard(delta.index)
-        if delta.finish is None:
-            self.engine.abort(self.requests[delta.index].id)
-        if stopped is not None or delta.finish is None:
-            return Piece(delta.index, text, ids, FinishReason.STOP.value, stopped)
-        asked = self.requests[delta.index].sampling.stop_token_ids
-        reason = ended[0] if ended and ended[0] in asked else None
-        return Piece(delta.index, text, ids, delta.finish.value, reason)
+        told = self._texts[delta.index].push(delta.tokens, finish=delta.finish)
+        self._completion_tokens += len(told.ids)
+        if told.finish is not None:
+            self._running.discard(delta.index)
+            if delta.finish is None:  # ended by a stop string, of which the engine knows nothing
+                self.engine.abort(self.requests[delta.index].id)
+        return Piece(delta.index, told.text, told.ids, told.finish, told.stop_reason)
 
     def _refuse(self) -> NoReturn:
         if self.engine.accepts:

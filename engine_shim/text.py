@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from engine_shim.types import FinishReason
+
 _UNFINISHED = "\ufffd"
-#: A UTF-8 character has at most four bytes, so at most three replacement marks stand for one begun.
+#: A UTF-8 character has at most four bytes, so at most three replacement marks stand for one begun ...
 _MAX_UNFINISHED = 3
+#: ... and this many tokens later the bytes are no text at all: what is certain is told nevertheless.
+_PATIENCE_TOKENS = 8
 
 
 class Detokenizer:
@@ -33,16 +37,22 @@ class Detokenizer:
         """Take new tokens and return the text that is certain now."""
         self._window.extend(ids)
         text = self._decode()
-        certain = len(text) - _unfinished_chars(text)
-        piece = text[self._told_chars : certain]
-        if certain < len(text):
-            self._told_chars = max(certain, self._told_chars)
-        elif piece:
+        unfinished = _unfinished_chars(text)
+        if unfinished:
+            # Decoders of byte tokens spoil a whole run of them until its last character is complete.
+            if len(self._window) - self._settled < _PATIENCE_TOKENS:
+                return ""
+            piece = text[self._told_chars : len(text) - unfinished]
+            self._told_chars += len(piece)
+            return piece
+        piece = text[self._told_chars :]
+        if piece:
             del self._window[: self._settled]
             self._settled = len(self._window)
             self._told_chars = len(self._decode())
-        else:  # tokens without text (special ones) are no context for others
-            del self._window[self._settled :]
+        else:  # special tokens have no text and are no context for others
+            pending = self._window[self._settled :]
+            self._window[self._settled :] = [token for token in pending if not self._is_special(token)]
         return piece
 
     def flush(self) -> str:
@@ -51,6 +61,10 @@ class Detokenizer:
         piece = text[self._told_chars :]
         self._told_chars = len(text)
         return piece
+
+    def _is_special(self, token: int) -> bool:
+        plain = self._tokenizer.decode([token], skip_special_tokens=True)
+        return not plain and bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=True)
@@ -104,37 +118,46 @@ class StopMatcher:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What some new tokens became: how many counted, the text they made certain, the stop string they ended on."""
+    """What new tokens became. ``ids`` are those that count; ``stop_reason`` is the stop string or token that ended."""
 
     ids: tuple[int, ...]
     text: str
-    stopped: str | None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
 
 
 class TextStream:
-    """Detokenizer and stop strings of one answer.
+    """The text of one answer, up to its end by a stop string or by the engine.
 
     With stop strings, tokens are looked at one by one: what counts as generated does not depend on how many
     tokens arrive together.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str], stop_token_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._text = Detokenizer(tokenizer)
         self._stop = StopMatcher(stops)
+        self._stop_token_ids = stop_token_ids
         self._one_by_one = bool(stops)
 
-    def push(self, ids: Sequence[int]) -> TextPiece:
-        """Take the tokens of one or more steps; tokens after a stop string are not counted."""
-        if not self._one_by_one:
-            return TextPiece(tuple(ids), self._text.push(ids), None)
-        pieces: list[str] = []
-        for count, token in enumerate(ids, start=1):
-            pieces.append(self._stop.push(self._text.push((token,))))
+    def push(self, ids: tuple[int, ...], *, finish: FinishReason | None) -> TextPiece:
+        """Take the tokens of one or more steps. A piece with ``finish`` is the last; a stop string may end early."""
+        # The token that ended an answer counts but is not text.
+        shown = ids[:-1] if finish is FinishReason.STOP else ids
+        text = ""
+        groups = [(token,) for token in shown] if self._one_by_one else [shown]
+        for count, group in enumerate(groups, start=1):
+            text += self._stop.push(self._text.push(group))
             if self._stop.matched is not None:
-                return TextPiece(tuple(ids[:count]), "".join(pieces), self._stop.matched)
-        return TextPiece(tuple(ids), "".join(pieces), None)
+                return self._stopped(ids[:count], text)
+        if finish is None:
+            return TextPiece(ids, text)
+        text += self._stop.push(self._text.flush())
+        if self._stop.matched is not None:
+            return self._stopped(ids, text)
+        last = ids[-1] if finish is FinishReason.STOP and ids[-1] in self._stop_token_ids else None
+        return TextPiece(ids, text + self._stop.flush(), finish, last)
 
-    def finish(self) -> TextPiece:
-        """The end of an answer that no stop string ended; the last characters may still complete one."""
-        text = self._stop.push(self._text.flush())
-        return TextPiece((), text + self._stop.flush(), self._stop.matched)
+    def _stopped(self, ids: tuple[int, ...], text: str) -> TextPiece:
+        return TextPiece(ids, text, FinishReason.STOP, self._stop.matched)

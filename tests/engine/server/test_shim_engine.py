@@ -1,0 +1,230 @@
+"""A rank's thread in isolation: failures are told to everybody, nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from engine_shim.cache.integrity import IntegrityError
+from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
+from engine_shim.events import Endpoints, EventPublisher
+from engine_shim.model.tokenizer import read_card
+from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.server import ServedModel, create_app
+from engine_shim.types import (
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    FinishReason,
+    GroupKind,
+    Request,
+    Sampling,
+)
+
+LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (33,))
+
+
+class StepRunner:
+    """Answers 7; ``before`` runs first, in the engine's thread."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.before = before
+
+    def run(self, batch: Batch) -> list[int]:
+        self.before()
+        return [7 for chunk in batch.chunks if chunk.samples]
+
+
+class DamagedScheduler(Scheduler):
+    """A scheduler whose cache contradicts itself once it is idle."""
+
+    def check_integrity(self) -> None:
+        raise IntegrityError("page 3 is held twice")
+
+
+@asynccontextmanager
+async def running(
+    runner: StepRunner,
+    *,
+    kind: type[Scheduler] = Scheduler,
+    publisher: EventPublisher | None = None,
+) -> AsyncIterator[Engine]:
+    scheduler = kind(LAYOUT, max_context_tokens=128)
+    engine = Engine(0, scheduler, runner=runner, layout=LAYOUT, publisher=publisher, clock=time.perf_counter)
+    engine.start(asyncio.get_running_loop())
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        await asyncio.to_thread(engine.join)
+
+
+def request(name: str, *, tokens: int = 3, prompt: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Request:
+    return Request(id=name, prompt=prompt, sampling=Sampling(tokens), arrival_seconds=time.perf_counter())
+
+
+async def read_all(mailbox: Mailbox) -> list[Delta]:
+    deltas: list[Delta] = []
+    while not deltas or deltas[-1].finish is None:
+        deltas += await asyncio.wait_for(mailbox.take(), 5)
+    return deltas
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - polls what another thread changes
+            await asyncio.sleep(0.005)
+
+
+async def test_a_failing_runner_fails_the_rank() -> None:
+    """Requests in flight end with an error, later ones are refused, calls that wait are told; the thread is gone."""
+    enter, leave = threading.Event(), threading.Event()
+
+    def explode() -> None:
+        enter.set()
+        leave.wait(5)
+        raise RuntimeError("device lost")
+
+    async with running(StepRunner(explode)) as engine:
+        boxes = [Mailbox(1), Mailbox(1)]
+        engine.submit(request("a"), mailbox=boxes[0], index=0)
+        await asyncio.to_thread(enter.wait, 5)
+        engine.submit(request("b"), mailbox=boxes[1], index=0)  # still in the queue when the thread ends
+        waiting = asyncio.create_task(engine.reset_cache())
+        await asyncio.sleep(0)
+        leave.set()
+        for box in boxes:
+            assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
+        with pytest.raises(EngineStopped, match="device lost"):
+            await waiting
+        with pytest.raises(EngineStopped, match="device lost"):
+            engine.submit(request("c"), mailbox=Mailbox(1), index=0)
+        assert (engine.failure, engine.load) == ("RuntimeError: device lost", 0)
+
+
+async def test_integrity_is_checked_when_idle() -> None:
+    """A cache that contradicts itself is found when the last request ends, and stops the rank."""
+    async with running(StepRunner(), kind=DamagedScheduler) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a"), mailbox=box, index=0)
+        deltas = await read_all(box)
+        assert [token for delta in deltas for token in delta.tokens] == [7, 7, 7]
+        await until(lambda: engine.failure is not None)
+        assert engine.failure == "IntegrityError: page 3 is held twice"
+
+
+async def test_a_failed_rank_is_unhealthy_and_others_serve() -> None:
+    """/health is 503 and names the rank and cause; requests go to the rank that works, or get 503 if they named it."""
+    card = read_card("needle")
+    model = ServedModel("m", card.tokenizer, None, {}, card.config.vocab_size, 128, "0")
+
+    def explode() -> None:
+        raise RuntimeError("device lost")
+
+    async with running(StepRunner(explode)) as broken, running(StepRunner()) as working:
+        working.rank = 1
+        transport = httpx.ASGITransport(create_app(model, [broken, working], max_body_bytes=10_000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://shim") as client:
+            assert (await client.get("/health")).status_code == 200
+            named = {"prompt": [5], "max_tokens": 2, "routed_dp_rank": 0}
+            for stream in (False, True):  # the first of them meets the failure, the second its consequence
+                answer = await client.post("/v1/completions", json=named | {"stream": stream})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+            health = await client.get("/health")
+            assert health.status_code == 503
+            assert health.json()["error"]["message"] == "rank 0: RuntimeError: device lost"
+            for _ in range(2):
+                free = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+                assert (free.status_code, free.headers["x-dp-rank"]) == (200, "1")
+            reset = await client.post("/reset_prefix_cache")
+            assert (reset.status_code, reset.json()["error"]["code"]) == (503, "engine_unavailable")
+
+
+async def test_stopping_ends_what_runs() -> None:
+    """A stop ends running requests as aborted, after the present step."""
+    async with running(StepRunner(lambda: time.sleep(0.01))) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=100), mailbox=box, index=0)
+        await box.take()
+        engine.stop()
+        assert (await read_all(box))[-1].finish is FinishReason.ABORT
+        assert not engine.accepts
+
+
+async def test_abort_ends_within_a_step() -> None:
+    """An aborted request takes part in no step after the present one, and its neighbour goes on."""
+    steps = []
+
+    def step() -> None:
+        steps.append(None)
+        time.sleep(0.01)
+
+    async with running(StepRunner(step)) as engine:
+        gone, stays = Mailbox(1), Mailbox(1)
+        engine.submit(request("gone", tokens=60), mailbox=gone, index=0)
+        engine.submit(request("stays", tokens=40, prompt=(9, 8, 7)), mailbox=stays, index=0)
+        await gone.take()
+        engine.abort("gone")
+        at = len(steps)
+        await until(lambda: engine.load == 1)
+        assert len(steps) - at <= 2
+        assert sum(len(delta.tokens) for delta in await read_all(stays)) == 40
+        engine.abort("gone")  # ended already: nothing happens
+        engine.abort("never was")
+        assert await engine.reset_cache() is True
+
+
+async def test_idle_costs_nothing() -> None:
+    """A rank without work uses no processor time."""
+    async with running(StepRunner()) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a"), mailbox=box, index=0)
+        await read_all(box)
+        before = time.process_time()
+        await asyncio.sleep(0.3)
+        assert time.process_time() - before < 0.05
+
+
+async def test_a_request_that_never_fits_is_told() -> None:
+    """The scheduler's refusal reaches the client, though no step runs."""
+    async with running(StepRunner()) as engine:
+        box = Mailbox(1)
+        engine.submit(request("big", prompt=tuple(range(1, 200))), mailbox=box, index=0)
+        assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
+        assert engine.accepts
+
+
+async def test_events_leave_before_the_tokens() -> None:
+    """When the end of an answer is told, all its events were published."""
+    publisher = EventPublisher(Endpoints("127.0.0.1", 0, 0), rank=0, epoch="e")
+    async with running(StepRunner(), publisher=publisher) as engine:
+        for turn in range(20):
+            box = Mailbox(1)
+            prompt = tuple(range(turn * 10 + 1, turn * 10 + 9))
+            before = publisher._sequence
+            engine.submit(request(str(turn), prompt=prompt), mailbox=box, index=0)
+            await read_all(box)
+            told = publisher._sequence
+            assert told > before
+            assert (await engine.snapshot()).sequence == told - 1
+
+
+async def test_mailbox_merges_what_is_not_read() -> None:
+    """Steps that come before the reader are one delta per prompt; after close there is nothing."""
+    box = Mailbox(2)
+    for token in (1, 2):
+        box.put(0, token, None)
+    box.put(1, 3, FinishReason.LENGTH)
+    assert await box.take() == [Delta(0, (1, 2), None), Delta(1, (3,), FinishReason.LENGTH)]
+    box.put(0, 4, FinishReason.STOP)
+    assert await box.take() == [Delta(0, (4,), FinishReason.STOP)]
+    pending = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.close()
+    assert await pending == []
