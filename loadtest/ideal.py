@@ -43,13 +43,11 @@ class IdealCache:
         text = layout(messages)
         key = 0
         shared_bytes = 0
-        is_shared = True
         for start in range(0, len(text) - PIECE_BYTES + 1, PIECE_BYTES):
             key = xxhash.xxh3_64_intdigest(text[start : start + PIECE_BYTES], seed=key)
-            if is_shared and key in self._seen:
+            if key in self._seen:  # and so are the keys before it, which it is chained to
                 shared_bytes = start + PIECE_BYTES
             else:
-                is_shared = False
                 self._seen.add(key)
         return shared_bytes / len(text) if text else 0.0
 

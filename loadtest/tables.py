@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -63,20 +64,13 @@ def _print_ranks(report: Report, console: Console) -> None:
 
 
 def print_comparison(reports: Sequence[Report], console: Console) -> None:
-    """Runs side by side, one a row; says so when they did not send the same requests."""
-    table = Table("run", title="comparison", title_justify="left")
-    for name in (
-        "requests",
-        "errors",
-        "hit rate",
-        "ideal",
-        "TTFT p50",
-        "p90",
-        "p99",
-        "tokens in/s",
-        "uncached",
-        "max/mean",
-    ):
+    """Runs side by side, one a row; says so when they did not send the same requests.
+
+    ``uncached`` are the prompt tokens that were computed, ``max/mean`` how unevenly over the ranks.
+    """
+    table = Table("run", title="comparison", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = ("requests", "errors", "hit rate", "ideal", "TTFT ms p50/p90/p99", "uncached", "max/mean")
+    for name in headings:
         table.add_column(name, justify="right")
     for report in reports:
         first = report.first_token_seconds
@@ -87,10 +81,7 @@ def print_comparison(reports: Sequence[Report], console: Console) -> None:
             str(report.errors),
             _ratio(report.hit_ratio.measured),
             _ratio(report.hit_ratio.ideal),
-            _time(first.p50),
-            _time(first.p90),
-            _time(first.p99),
-            f"{report.tokens.prompt_per_second:,.0f}",
+            "/".join(f"{seconds * 1000:.0f}" for seconds in (first.p50, first.p90, first.p99)),
             _count(report.tokens.prompt - cached if cached is not None else None),
             f"{report.uncached_imbalance:.2f}" if report.uncached_imbalance is not None else "-",
         )

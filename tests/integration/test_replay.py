@@ -152,6 +152,16 @@ async def test_a_reset_before_any_answer_on_a_new_connection_is_an_error() -> No
     assert len(server.bodies) == 3
 
 
+async def test_a_request_that_crosses_a_closing_connection_is_sent_again() -> None:
+    """A kept connection that breaks under the next request before a byte of answer costs a resend, not an error."""
+    async with FakeServer(fault=lambda number: Fault.RESET_BEFORE if number == 2 else None) as server:
+        log = await play(server, [growing_session(3)], replace(PLAN, lanes=1))
+    assert summarise(log).errors == 0
+    assert len(log.exchanges) == 3
+    assert len(server.bodies) == 4
+    assert server.bodies[2] == server.bodies[3]
+
+
 async def test_a_kept_connection_that_has_died_is_replaced_unseen() -> None:
     """A server that closes after each answer, unannounced, causes no error, and a live one keeps its connection."""
     async with FakeServer(fault=lambda number: Fault.CLOSE_AFTER if number < 4 else None) as server:
