@@ -72,7 +72,7 @@ ROWS: dict[str, list[Json]] = {
             about="Share of prompt tokens reused: as the engines report it, as the router expected it on the ranks it "
             "chose, on the rank that held most, and with an endless cache.",
         ),
-        panel("Time to first token", *quantiles("homing_first_token_seconds"), unit="s"),
+        panel("Time to first token", *quantiles("homing_first_token_seconds"), unit="s", about="Of streamed answers."),
         panel(
             "Requests by status",
             ("sum by (status) (rate(homing_requests_total[$__rate_interval]))", "{{status}}"),
@@ -84,7 +84,12 @@ ROWS: dict[str, list[Json]] = {
             unit="reqps",
             about="Why each request went where it went.",
         ),
-        panel("Between chunks", *quantiles("homing_inter_token_seconds"), unit="s", about="Each request's mean gap."),
+        panel(
+            "Between chunks",
+            *quantiles("homing_inter_token_seconds"),
+            unit="s",
+            about="Each streamed answer's mean gap.",
+        ),
         panel(
             "Errors",
             ("sum by (code) (rate(homing_errors_total[$__rate_interval]))", "router: {{code}}"),
