@@ -71,16 +71,12 @@ def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype:
     for group in layout.groups:
         writes = np.concatenate([_written_slots(c, group, page_tokens=layout.page_tokens) for c in chunks])
         segments = []
-        for members in _together(chunks):
+        for members in _together(chunks, group):
             rows = np.concatenate([np.arange(first_rows[i], ends[i]) for i in members])
             keys = _keys([chunks[i] for i in members], group, page_tokens=layout.page_tokens)
-            mask = None
-            if keys.visible is not None:
-                mask = torch.zeros(keys.visible.shape, dtype=dtype).masked_fill_(
-                    torch.from_numpy(~keys.visible), float("-inf")
-                )
-                mask = mask.to(device, non_blocking=True)
-            segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=keys.causal))
+            causal = keys.offset == 0 and counts[members[0]] > 1 and not keys.windowed(group)
+            mask = None if causal else _mask(keys, group, device=device, dtype=dtype)
+            segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=causal))
         groups.append(GroupPlan(writes=place(writes), segments=tuple(segments)))
     return Plan(
         tokens=place(np.array(tokens, dtype=np.int64)),
@@ -90,20 +86,11 @@ def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """A segment's keys before they go to the device; ``visible`` is ``[B, 1, C, L]`` or None."""
-
-    slots: Integers
-    visible: npt.NDArray[np.bool_] | None
-    causal: bool
-
-
-def _together(chunks: Sequence[Chunk]) -> list[list[int]]:
+def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
     """Which chunks share a segment: each prefill alone, decodes with those of a length within a factor of two."""
 
     def bucket(i: int) -> int:
-        return chunks[i].start.bit_length()
+        return min(chunks[i].start, group.window_tokens or chunks[i].start).bit_length()
 
     prefills = [[i] for i, chunk in enumerate(chunks) if chunk.count > 1]
     decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.count == 1), key=bucket)
@@ -118,15 +105,30 @@ def _written_slots(chunk: Chunk, group: CacheGroup, *, page_tokens: int) -> Inte
     return table[positions // page_tokens - first_page] * page_tokens + positions % page_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Where a segment's keys are, ``slots`` ``[B, L]``, of which the first ``lengths`` are real.
+
+    ``offset`` is how many keys come before the first query; the queries are the last ``count`` keys.
+    """
+
+    slots: Integers
+    lengths: Integers
+    count: int
+    offset: int
+
+    def windowed(self, group: CacheGroup) -> bool:
+        """Some query has a key out of its window."""
+        return group.window_tokens is not None and self.slots.shape[1] > group.window_tokens
+
+
 def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _Keys:
-    """What chunks of one common ``count`` read. Only slots within some query's window are looked at."""
-    window = group.window_tokens
-    count = chunks[0].count
+    """The keys of decodes, or of one prefill chunk: all that lie in the window of one of the queries."""
     starts = np.array([chunk.start for chunk in chunks])
-    lows = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)
-    lengths = starts + count - lows
-    columns = np.arange(lengths.max())
-    positions = lows[:, None] + np.minimum(columns, lengths[:, None] - 1)
+    reach = starts if group.window_tokens is None else np.minimum(starts, group.window_tokens - 1)
+    lows = starts - reach
+    lengths = reach + chunks[0].count
+    positions = lows[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
 
     first_pages = lows // page_tokens
     held = [
@@ -136,21 +138,30 @@ def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _K
     tables = np.zeros((len(chunks), max(len(pages) for pages in held)), dtype=np.int64)
     for row, pages in enumerate(held):
         tables[row, : len(pages)] = pages
-    slots = np.take_along_axis(tables, positions // page_tokens - first_pages[:, None], axis=1)
-    slots = slots * page_tokens + positions % page_tokens
+    found = np.take_along_axis(tables, positions // page_tokens - first_pages[:, None], axis=1)
+    slots = found * page_tokens + positions % page_tokens
+    return _Keys(slots=slots, lengths=lengths, count=chunks[0].count, offset=int(reach[0]))
 
-    if count == 1:
-        # The one query is the last position, and everything gathered lies in its window.
-        ragged = lengths.min() != lengths.max()
-        visible = (columns < lengths[:, None])[:, None, None, :] if ragged else None
-        return _Keys(slots=slots, visible=visible, causal=False)
-    if len(columns) == count and (window is None or count <= window):
-        return _Keys(slots=slots, visible=None, causal=True)
-    queries = starts[:, None] + np.arange(count)
-    visible = positions[:, None, :] <= queries[:, :, None]
-    if window is not None:
-        visible &= positions[:, None, :] > queries[:, :, None] - window
-    return _Keys(slots=slots, visible=visible[:, None], causal=False)
+
+def _mask(keys: _Keys, group: CacheGroup, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """What is added to a segment's scores, built on the device; None if nothing is to be hidden."""
+    length = keys.slots.shape[1]
+    if keys.count == 1:
+        # All real keys of a decode are visible; only repeated ones are not.
+        if keys.lengths.min() == length:
+            return None
+        lengths = torch.from_numpy(keys.lengths).to(device, non_blocking=True)
+        hidden = torch.arange(length, device=device) >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None, :]
+    mask = torch.zeros(keys.count, length, device=device, dtype=dtype)
+    # Query i is key offset + i: later keys are hidden, and so are those a window or more before.
+    square = mask[:, keys.offset :]
+    square.masked_fill_(torch.ones_like(square, dtype=torch.bool).triu(1), float("-inf"))
+    if group.window_tokens is not None and keys.windowed(group):
+        passed = torch.ones_like(mask, dtype=torch.bool).tril(keys.offset - group.window_tokens)
+        mask.masked_fill_(passed, float("-inf"))
+    return mask[None, None]
 
 
 def _pages(chunk: Chunk, page_tokens: int) -> int:

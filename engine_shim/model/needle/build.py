@@ -66,9 +66,9 @@ def build(folder: Path) -> None:
         "model_type": "homing_needle",
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": 80,
-        "head_dim": 32,
+        "head_dim": 16,
         "sliding_window": WINDOW_TOKENS,
-        "rope_theta": 80.0,
+        "rope_theta": 150.0,
         "max_position_embeddings": MAX_POSITIONS,
         "eos_token_id": [end, tokenizer.token_to_id("<|endoftext|>")],
     }

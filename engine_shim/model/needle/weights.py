@@ -44,9 +44,9 @@ IS_A_VALUE = VALUE.stop - 1
 
 # Layer 0: sharpness of "the token before", and of "the latest key" with the phase that keeps its score positive
 # and falling over the whole window.
-BEFORE = 32.0
+BEFORE = 48.0
 LATEST = 2500.0
-LATEST_PHASE = 0.45
+LATEST_PHASE = 0.7
 # Layer 1. Equal keys match in 10 bits, different ones at most 9 to 1, which is 8. So a fact scores 1 if it is the
 # one asked for and -1 or less if not, an ordinary token 0, a value without a key -1, a key itself far less.
 SHARP = 32.0
