@@ -1,0 +1,194 @@
+"""The index, case by case. Blocks of two tokens; engine names are small numbers made up by the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from router.core.index import MAX_ORPHANS, PrefixIndex
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+TOKENS = tuple(range(100, 112))  # six blocks
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    index = PrefixIndex(block_tokens=2)
+    for slot in range(3):
+        index.add_rank(slot, domain="engine")
+    return index
+
+
+def stored(first: int, last: int, *, parent: int | None = None, tokens: Sequence[int] = TOKENS) -> BlockStored:
+    """Blocks first..last of TOKENS; block n is named n."""
+    return BlockStored(
+        hashes=tuple(range(first, last + 1)),
+        parent=parent if parent is not None else (first - 1 if first else None),
+        token_ids=tokens[2 * first : 2 * (last + 1)],
+        block_tokens=2,
+    )
+
+
+def reusable(index: PrefixIndex, tokens: Sequence[int] = (*TOKENS, 1), *, salt: str = "") -> dict[int, int]:
+    keys = block_keys(tokens, block_tokens=2, parent=namespace_seed("", salt))
+    return index.reusable_tokens(keys, prompt_tokens=len(tokens))
+
+
+def test_each_rank_is_as_deep_as_it_holds(index: PrefixIndex) -> None:
+    """Three ranks with one, three and six blocks."""
+    for slot, last in enumerate((0, 2, 5)):
+        index.apply(slot, stored(0, last))
+
+    assert reusable(index) == {0: 2, 1: 6, 2: 12}
+
+
+def test_the_last_token_is_always_computed(index: PrefixIndex) -> None:
+    """A prompt of exactly six whole blocks reuses five."""
+    index.apply(0, stored(0, 5))
+
+    assert reusable(index, TOKENS) == {0: 10}
+
+
+def test_a_third_copy_outlives_two_removals(index: PrefixIndex) -> None:
+    """Engines remove each copy with an event of its own."""
+    for _ in range(3):
+        index.apply(0, stored(0, 0))
+    for expected in ({0: 2}, {0: 2}, {}):
+        index.apply(0, BlockRemoved(hashes=(0,)))
+        assert reusable(index) == expected
+
+
+def test_a_hole_cuts_the_prefix_until_it_is_filled(index: PrefixIndex) -> None:
+    """Blocks behind a hole are resident, useless, and useful again once the hole is filled."""
+    index.apply(0, stored(0, 2))
+    index.apply(0, stored(3, 5))
+    index.apply(0, BlockRemoved(hashes=(2,)))
+    assert reusable(index) == {0: 4}
+
+    index.apply(0, stored(2, 2))
+    assert reusable(index) == {0: 12}
+
+
+def test_what_is_stored_behind_a_hole_stays_useless(index: PrefixIndex) -> None:
+    """A new tail behind a hole lengthens nothing."""
+    index.apply(0, stored(0, 2))
+    index.apply(0, BlockRemoved(hashes=(1,)))
+    index.apply(0, stored(3, 5))
+
+    assert reusable(index) == {0: 2}
+
+
+def test_a_child_that_comes_first_waits_for_its_parent(index: PrefixIndex) -> None:
+    """Late joiners see tails whose head they have not seen; nothing is guessed."""
+    index.apply(0, stored(4, 5))
+    index.apply(0, stored(2, 3))
+    assert reusable(index) == {}
+    assert index.orphans(0) == 4
+
+    index.apply(0, stored(0, 1))
+    assert reusable(index) == {0: 12}
+    assert index.orphans(0) == 0
+
+
+def test_orphans_are_bounded(index: PrefixIndex) -> None:
+    """A stream of tails without heads does not grow for ever."""
+    for number in range(MAX_ORPHANS + 10):
+        index.apply(0, BlockStored(hashes=(number,), parent=10**6 + number, token_ids=(1, 2), block_tokens=2))
+
+    assert index.orphans(0) == MAX_ORPHANS
+
+
+def test_tenants_with_one_text_do_not_share(index: PrefixIndex) -> None:
+    """A salt roots a chain of its own, whichever field carries it."""
+    event = stored(0, 5)
+    index.apply(0, BlockStored(event.hashes, None, event.token_ids, 2, extra_keys=(("a",),) + (None,) * 5))
+    index.apply(1, BlockStored(tuple(range(50, 56)), None, event.token_ids, 2, cache_salt="a"))
+    index.apply(2, event)
+
+    assert reusable(index, salt="a") == {0: 12, 1: 12}
+    assert reusable(index) == {2: 12}
+    assert reusable(index, salt="b") == {}
+
+
+def test_adapters_do_not_share_with_their_base(index: PrefixIndex) -> None:
+    """Blocks made under an adapter serve no request to the base model."""
+    event = stored(0, 5)
+    index.apply(0, BlockStored(event.hashes, None, event.token_ids, 2, lora_name="adapter"))
+
+    assert reusable(index) == {}
+
+
+def test_an_image_inside_a_prompt_divides_what_follows(index: PrefixIndex) -> None:
+    """Extra keys of an inner block enter the chain there: the head is shared, the rest is not."""
+    event = stored(0, 5)
+    extra = (None, None, ("image-1", 0), None, None, None)
+    index.apply(0, BlockStored(event.hashes, None, event.token_ids, 2, extra_keys=extra))
+
+    assert reusable(index) == {0: 4}
+
+
+def test_a_window_that_comes_before_the_dense_blocks_is_joined_by_name(index: PrefixIndex) -> None:
+    """vLLM sends a step's window group first: its hashes name blocks that no dense event has named yet."""
+    window = BlockStored((4, 5), 3, TOKENS[8:], 2, group=0, kind="sliding_window", window_tokens=5)
+    index.apply(0, window)
+    dense = stored(0, 5)
+    index.apply(0, BlockStored(dense.hashes, None, dense.token_ids, 2, group=1, kind="full_attention"))
+    assert reusable(index) == {0: 12}
+
+    index.apply(0, BlockRemoved(hashes=(5,), group=0))
+    assert reusable(index) == {}
+
+
+def test_a_recurrent_state_counts_at_its_very_end(index: PrefixIndex) -> None:
+    """A hit needs the checkpoint at the boundary itself."""
+    dense = stored(0, 5)
+    index.apply(0, BlockStored(dense.hashes, None, dense.token_ids, 2, group=1, kind="full_attention"))
+    index.apply(0, BlockStored((2,), 1, TOKENS[4:6], 2, group=0, kind="mamba"))
+
+    assert reusable(index) == {0: 6}
+
+
+def test_clearing_one_rank_leaves_the_others(index: PrefixIndex) -> None:
+    """A reset is one rank's matter."""
+    for slot in (0, 1):
+        index.apply(slot, stored(0, 5))
+    index.apply(0, AllBlocksCleared())
+
+    assert reusable(index) == {1: 12}
+    assert (index.blocks(0), index.blocks(1), len(index)) == (0, 6, 6)
+
+
+def test_the_index_never_outgrows_its_bound() -> None:
+    """Blocks beyond the bound are refused and counted."""
+    index = PrefixIndex(block_tokens=2, max_blocks=4)
+    index.add_rank(0, domain="engine")
+    index.apply(0, stored(0, 3))
+    index.apply(0, stored(4, 5))
+
+    assert (len(index), index.refused_blocks) == (4, 2)
+    assert reusable(index) == {0: 8}
+
+
+def test_a_request_in_flight_is_found_at_once_and_forgotten_after(index: PrefixIndex) -> None:
+    """Provisional blocks count on their rank from dispatch until dropped; each request's own entry."""
+    keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
+    first = index.provisional.add(1, keys, tail_blocks=0)
+    second = index.provisional.add(1, keys, tail_blocks=0)
+    assert reusable(index) == {1: 12}
+
+    index.provisional.drop(first)
+    assert reusable(index) == {1: 12}
+    index.provisional.drop(second)
+    assert reusable(index) == {}
+
+
+def test_a_provisional_window_counts_at_the_prompts_end_only(index: PrefixIndex) -> None:
+    """A prompt in flight leaves its window at its end: a fork from its middle finds none."""
+    index.apply(0, BlockStored((90,), None, (7, 7), 2, group=0, kind="sliding_window", window_tokens=5))
+    keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
+    index.provisional.add(0, keys, tail_blocks=index.tail_blocks(0))
+
+    assert reusable(index) == {0: 12}
+    assert reusable(index, (*TOKENS[:6], 1, 1)) == {}

@@ -1,0 +1,226 @@
+"""Decisions on hand-made fleets; every expected value is arithmetic written out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from router.core.cost import CostParameters, price
+from router.core.load import LoadBook
+from router.core.pace import prefill_seconds, prior
+from router.core.policy import Affinity, Policy, RoundRobin, SessionHash, least_loaded, make_policy
+from router.core.types import (
+    FleetView,
+    RankId,
+    RankPace,
+    RankStatus,
+    RankView,
+    Reason,
+    Residency,
+    RouteRequest,
+    SessionKey,
+    Trust,
+)
+
+#: 1 ms a token, no attention term: prices can be read off.
+PACE = RankPace(token_seconds=0.001, attention_seconds=0.0)
+
+
+class Fleet:
+    """Ranks 0..n-1 of one model, with a load book behind them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.book = LoadBook()
+        self.ranks = [self.rank(slot) for slot in range(ranks)]
+
+    def rank(self, slot: int, *, status: RankStatus = RankStatus.READY, pace: RankPace = PACE) -> RankView:
+        return RankView(
+            slot=slot,
+            id=RankId("w", slot),
+            models=frozenset({"m"}),
+            status=status,
+            load=self.book.load(slot),
+            pace=pace,
+            trust=Trust(),
+            residency=Residency(),
+        )
+
+    @property
+    def view(self) -> FleetView:
+        return FleetView(ranks=tuple(self.ranks))
+
+
+def request(**fields: object) -> RouteRequest:
+    return RouteRequest(**{"model": "m", "prompt_tokens": 1000, "output_tokens": 10, **fields})  # type: ignore[arg-type]
+
+
+AFFINITY = Affinity(CostParameters(move_weight=16.0))
+
+
+def decide(policy: Policy, fleet: Fleet, asked: RouteRequest, *, seed: int = 0, now: float = 0.0) -> tuple[int, Reason]:
+    decision = policy(fleet.view, asked, random.Random(seed), now)
+    assert decision is not None
+    return decision.slot, decision.reason
+
+
+def test_a_session_stays_where_its_prefix_is() -> None:
+    """Home holds 900 of 1,000 tokens and is idle, as everybody is."""
+    asked = request(reusable_tokens={2: 900}, home=2)
+
+    assert decide(AFFINITY, Fleet(4), asked) == (2, Reason.HOME)
+
+
+def test_a_prefix_without_a_home_is_followed() -> None:
+    """No session is known, yet one rank saves 0.9 s of prefill."""
+    assert decide(AFFINITY, Fleet(4), request(reusable_tokens={1: 900})) == (1, Reason.PREFIX)
+
+
+@pytest.mark.parametrize(("queued_seconds", "expected"), [(14.9, (0, Reason.HOME)), (15.1, (1, Reason.SPILL))])
+def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, expected: tuple[int, Reason]) -> None:
+    """Leaving costs 16 * 0.9 + 1.0 = 15.4 s; staying 1.02 * queue (2 % recent work) + 0.13: 15.33 or 15.53 s."""
+    fleet = Fleet(2)
+    fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=queued_seconds, now=0.0)
+
+    assert decide(AFFINITY, fleet, request(reusable_tokens={0: 900}, home=0)) == expected
+
+
+def test_a_cold_session_is_free_to_move() -> None:
+    """Home holds nothing any more: what it would save is nothing, and it queues."""
+    fleet = Fleet(2)
+    fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=0.5, now=0.0)
+
+    assert decide(AFFINITY, fleet, request(home=0)) == (1, Reason.COLD)
+
+
+def test_equal_ranks_share_cold_requests_at_random() -> None:
+    """Four idle ranks, nothing cached: every rank is drawn, by the seeded generator alone."""
+    fleet = Fleet(4)
+    drawn = [decide(AFFINITY, fleet, request(), seed=seed)[0] for seed in range(400)]
+
+    assert all(70 <= count <= 130 for count in Counter(drawn).values())
+    assert drawn == [decide(AFFINITY, fleet, request(), seed=seed)[0] for seed in range(400)]
+
+
+def test_sequential_cold_traffic_spreads_though_nothing_is_in_flight() -> None:
+    """Forty requests, each over before the next: recent work alone tells the ranks apart, and all get ten or so."""
+    fleet, rng = Fleet(4), random.Random(0)
+    served: Counter[int] = Counter()
+    for number in range(40):
+        decision = AFFINITY(fleet.view, request(), rng, float(number))
+        assert decision is not None
+        served[decision.slot] += 1
+        claim = fleet.book.open(decision.slot, prompt_tokens=1000, prefill_tokens=1000, seconds=1.0, now=float(number))
+        fleet.book.close(claim, now=number + 0.5)
+
+    assert all(9 <= count <= 11 for count in served.values())
+
+
+def test_a_distrusted_prediction_counts_for_less() -> None:
+    """Rank 0 promises 900 but has kept a tenth of its promises; rank 1 promises 200 and keeps them."""
+    fleet = Fleet(2)
+    fleet.ranks[0].trust.ratio = 0.1
+
+    assert decide(AFFINITY, fleet, request(reusable_tokens={0: 900, 1: 200})) == (1, Reason.PREFIX)
+
+
+def test_a_full_pool_is_a_price() -> None:
+    """Both are cold; on rank 0 the prompt would push 1,010 tokens out, half of which will be missed."""
+    fleet = Fleet(2)
+    full = RankView(
+        slot=0,
+        id=RankId("w", 0),
+        models=frozenset({"m"}),
+        status=RankStatus.READY,
+        load=fleet.book.load(0),
+        pace=PACE,
+        trust=Trust(),
+        pool_tokens=5000,
+        residency=Residency(5000),
+    )
+    roomy = RankView(
+        slot=1,
+        id=RankId("w", 1),
+        models=frozenset({"m"}),
+        status=RankStatus.READY,
+        load=fleet.book.load(1),
+        pace=PACE,
+        trust=Trust(),
+        pool_tokens=5000,
+        residency=Residency(0),
+    )
+    prices = [price(rank, request(), home=None, parameters=CostParameters(), now=0.0) for rank in (full, roomy)]
+
+    assert prices[0].evict_seconds == pytest.approx(0.5 * 0.001 * 1010)
+    assert prices[1].evict_seconds == 0.0
+
+
+def test_a_slow_rank_is_dearer() -> None:
+    """Three times the seconds for the same prefill."""
+    fleet = Fleet(2)
+    fleet.ranks[0] = fleet.rank(0, pace=RankPace(token_seconds=0.001, attention_seconds=0.0, factor=3.0))
+
+    assert decide(AFFINITY, fleet, request()) == (1, Reason.COLD)
+
+
+@pytest.mark.parametrize("name", ["affinity", "round_robin", "least_loaded", "session_hash"])
+def test_no_policy_picks_what_cannot_serve(name: str) -> None:
+    """Down, pending, draining, excluded and other models' ranks get nothing; with nobody left the answer is None."""
+    fleet = Fleet(1)
+    for slot, status in ((1, RankStatus.DOWN), (2, RankStatus.PENDING), (3, RankStatus.DRAINING)):
+        fleet.ranks.append(fleet.rank(slot, status=status))
+    policy = make_policy(name, CostParameters())
+    session = SessionKey("", "s")
+
+    assert decide(policy, fleet, request(session=session))[0] == 0
+    assert policy(fleet.view, request(session=session, exclude=frozenset({0})), random.Random(0), 0.0) is None
+    assert policy(fleet.view, request(session=session, model="other"), random.Random(0), 0.0) is None
+
+
+def test_a_draining_rank_keeps_its_own_sessions() -> None:
+    """A session at home there may finish its turn; new ones go elsewhere."""
+    fleet = Fleet(1)
+    fleet.ranks.append(fleet.rank(1, status=RankStatus.DRAINING))
+
+    assert decide(AFFINITY, fleet, request(home=1, reusable_tokens={1: 900}))[0] == 1
+    assert decide(AFFINITY, fleet, request(reusable_tokens={1: 900}))[0] == 0
+
+
+def test_round_robin_takes_turns() -> None:
+    """Whatever is cached."""
+    policy, fleet = RoundRobin(), Fleet(3)
+
+    assert [decide(policy, fleet, request(reusable_tokens={0: 900}))[0] for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_least_loaded_goes_by_waiting_prefill_then_requests() -> None:
+    """A rank with one long prefill waiting is busier than one with two short decodes."""
+    fleet = Fleet(2)
+    fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=9.0, now=0.0)
+    for _ in range(2):
+        fleet.book.first_byte(fleet.book.open(1, prompt_tokens=0, prefill_tokens=0, seconds=0.1, now=0.0), now=0.1)
+
+    assert decide(least_loaded, fleet, request(), now=0.2) == (1, Reason.LOAD)
+
+
+def test_session_hash_moves_only_the_lost_ranks_sessions() -> None:
+    """Of 400 sessions on 8 ranks, those of a lost rank move and no other does."""
+    policy, fleet = SessionHash(), Fleet(8)
+    sessions = [request(session=SessionKey("t", f"s{number}")) for number in range(400)]
+    before = [decide(policy, fleet, asked)[0] for asked in sessions]
+    assert len(set(before)) == 8
+
+    fleet.ranks[3] = fleet.rank(3, status=RankStatus.DOWN)
+    after = [decide(policy, fleet, asked)[0] for asked in sessions]
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != 3)
+    assert 3 not in after
+
+
+def test_the_prior_costs_half_more_a_token_at_a_hundred_thousand_tokens() -> None:
+    """The last token of a 100,000-token context against one at its start."""
+    pace = prior(20_000.0)
+
+    assert prefill_seconds(pace, uncached_tokens=1000, context_tokens=1000) == pytest.approx(0.05, rel=0.01)
+    last = prefill_seconds(pace, uncached_tokens=1, context_tokens=100_000)
+    assert last == pytest.approx(1.5 / 20_000, rel=0.001)
