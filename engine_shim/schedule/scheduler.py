@@ -120,15 +120,13 @@ class Scheduler:
         if self._launched is not None:
             raise RuntimeError("the batch before this one was not committed")
         chunks: dict[Entry, Chunk] = {}
-        preemptions = self._counters.preemptions
         for entry in sorted(self._running, key=lambda entry: entry.remaining_tokens > 1):
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
                 break
             if entry.receipt is not None:  # else preempted by an older one in this very step
                 self._schedule_running(entry, min(entry.next_tokens, budget), chunks)
-        if self._counters.preemptions == preemptions:
-            self._admit(chunks)
+        self._admit(chunks)
         if not chunks:
             return None
         self._launched = Batch(tuple(chunks.values()))

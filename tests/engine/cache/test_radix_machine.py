@@ -19,9 +19,12 @@ from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import AllBlocksCleared
 
 POOL_PAGES = 40
-NAMESPACES = ("", "tenant")
+NAMESPACES = ("", "", "", "tenant")
+PathDraw = tuple[int, int, list[int]]
 Name = tuple[str, tuple[int, ...]]  # a page: its namespace and all tokens up to its end
-Paths = st.lists(st.integers(0, 2), max_size=9)
+
+# A path is a list of kinds of page: the first ``cut`` steps of an earlier path, then some more.
+Paths = st.tuples(st.integers(0, 3), st.integers(0, 9), st.lists(st.integers(0, 2), max_size=4))
 
 
 def layout_of(page: int, window: int | None) -> CacheLayout:
@@ -60,9 +63,17 @@ class RadixMachine(RuleBasedStateMachine):
         self.stamps: list[dict[Name, int]] = [{} for _ in self.layout.groups]
         self.content: list[dict[int, Name]] = [{} for _ in self.layout.groups]
         self.readers: list[Reader] = []
+        self.paths: list[list[int]] = []
         self.now = 0
 
     # --- the oracle ---------------------------------------------------------------------------------
+
+    def path(self, base: int, cut: int, more: list[int]) -> list[int]:
+        """Paths that share long heads with recent ones, so that nodes are met, split and forked."""
+        head = self.paths[base][:cut] if base < len(self.paths) else []
+        path = [*head, *more][:9]
+        self.paths.insert(0, path)
+        return path
 
     def tokens(self, path: list[int]) -> tuple[int, ...]:
         """Pages that differ in the last token, in the first one, or not at all."""
@@ -105,8 +116,8 @@ class RadixMachine(RuleBasedStateMachine):
     # --- rules --------------------------------------------------------------------------------------
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=Paths, tail=st.integers(0, 3))
-    def match(self, namespace: str, path: list[int], tail: int) -> None:
-        self._match(namespace, self.tokens(path) + (7,) * min(tail, self.page - 1))
+    def match(self, namespace: str, path: PathDraw, tail: int) -> None:
+        self._match(namespace, self.tokens(self.path(*path)) + (7,) * min(tail, self.page - 1))
 
     def _match(self, namespace: str, tokens: tuple[int, ...]):
         found = self.cache.match(namespace, tokens)
@@ -121,8 +132,8 @@ class RadixMachine(RuleBasedStateMachine):
         return found
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=Paths)
-    def lock(self, namespace: str, path: list[int]) -> None:
-        tokens = self.tokens(path)
+    def lock(self, namespace: str, path: PathDraw) -> None:
+        tokens = self.tokens(self.path(*path))
         found = self._match(namespace, tokens)
         window_pages = min(self.window_pages, found.pages)
         self.readers.append(
@@ -149,10 +160,10 @@ class RadixMachine(RuleBasedStateMachine):
         reader.window_pages = keep
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=Paths, held=st.integers(0, 9), tail=st.integers(0, 3))
-    def insert(self, namespace: str, path: list[int], held: int, tail: int) -> None:
+    def insert(self, namespace: str, path: PathDraw, held: int, tail: int) -> None:
         """A stranger's pages, none of them the tree's."""
-        tokens = self.tokens(path)
-        held_from = max(0, len(path) - held)
+        tokens = self.tokens(self.path(*path))
+        held_from = max(0, len(tokens) // self.page - held)
         tables = self.fresh(self.names(namespace, tokens), 0, held_from)
         if tables is not None:
             self._insert(namespace, tokens, tables, own_from=0, held_from=held_from, tail=tail)

@@ -223,6 +223,19 @@ def test_a_reader_unlocks_what_its_window_has_passed() -> None:
     assert request.output == expected_output(request.prompt, request.sampling)[0]
 
 
+def test_a_window_that_has_passed_the_reused_prefix_frees_its_tail_for_eviction() -> None:
+    """While b reads the head, its last two window pages are locked; 8 tokens on, nobody looks back at them."""
+    rank = Rank(layout_of(window=9))
+    rank.add("a", numbers(24))
+    rank.finish()
+    rank.add("b", numbers(24) + numbers(1, start=500), max_tokens=30, ignore_eos=True)
+    unlocked = []
+    for _ in range(9):
+        rank.step()
+        unlocked.append(rank.scheduler.stats().evictable_pages[1])
+    assert unlocked == [0, 0, 0, 0, 0, 0, 0, 2, 2]
+
+
 # --- too few pages ------------------------------------------------------------------------------------
 
 
@@ -247,6 +260,18 @@ def test_the_youngest_is_preempted_and_keeps_its_words() -> None:
     for request in (old, young):
         assert streams[request.id] == request.output == expected_output(request.prompt, request.sampling)[0]
         assert request.cached_tokens == 0  # what was cached when it first ran, not after the preemption
+
+
+def test_a_preempted_request_waits_before_those_that_never_ran() -> None:
+    """Of three requests two run, one of these is preempted and still answers before the third starts."""
+    rank = Rank(layout_of(full_pages=12), max_running=2)
+    for index, name in enumerate(("old", "young", "third")):
+        rank.add(name, numbers(10, start=500 * index), max_tokens=24, ignore_eos=True)
+    ends = []
+    while rank.scheduler.has_work:
+        ends += [output.request.id for output in rank.step()[1] if output.finish is not None]
+    assert rank.scheduler.stats().preemptions >= 1
+    assert ends == ["old", "young", "third"]
 
 
 def test_unused_prefixes_go_first_and_oldest_first() -> None:
