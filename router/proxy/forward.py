@@ -183,6 +183,8 @@ class Forwarder:
 
         connection.relay(collect)
         failure = await connection.finished()
+        if size > _MAX_REFUSAL_BYTES:
+            return Failure(_outcome(head.status), "the worker's error was too long to be kept", answered=True)
         if failure is not None:
             return failure
         return Refusal(head, b"".join(pieces), run.decision_lines())
@@ -195,8 +197,7 @@ class Forwarder:
         outcome = _outcome(head.status)
         if outcome is Outcome.OK:
             run.attempt.lease.first_byte()
-        streamed = (head.value(names.CONTENT_TYPE) or b"").startswith(b"text/event-stream")
-        has_length = head.value(names.CONTENT_LENGTH) is not None or http1.bodiless(head.status)
+        streamed = head.content_type.startswith(b"text/event-stream")
         relay = Relay(client, StreamTap() if streamed else BodyTap())
         exchange.status = head.status
         if streamed and outcome is Outcome.OK:
@@ -204,10 +205,10 @@ class Forwarder:
         client.start(
             http1.status_line(head.status, head.reason),
             names.response_lines(head.headers) + run.decision_lines(),
-            has_length=has_length,
+            has_length=head.has_length,
         )
         client.attach(connection)
-        may_add = streamed and not has_length
+        may_add = streamed and not head.has_length
         try:
             connection.relay(relay)
             failure = await connection.finished()

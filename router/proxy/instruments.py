@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import Counter, Histogram
 
 from router.core.types import RankId
@@ -12,10 +14,11 @@ from router.telemetry.metrics import Metrics
 class Instruments:
     """What the data plane counts. Labels are endpoints, statuses, error codes, ranks and known models."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, connections: Callable[[], int], inflight: Callable[[], int]) -> None:
+        """The two gauges are asked for when scraped, so they cannot drift from what is."""
         self._metrics = metrics
-        self.connections = metrics.connections
-        self.inflight = metrics.inflight
+        metrics.connections.set_function(connections)
+        metrics.inflight.set_function(inflight)
         self.disconnects = metrics.client_disconnects
         self._requests: dict[tuple[str, int], Counter] = {}
         self._request_seconds: dict[str, Histogram] = {}

@@ -65,7 +65,10 @@ class DataPlane:
         self.settings = server_settings
         self._brain = brain
         self._log = log
-        self._instruments = Instruments(metrics)
+        self._inflight = 0
+        self._instruments = Instruments(
+            metrics, connections=lambda: len(self._clients), inflight=lambda: self._inflight
+        )
         self._pool = UpstreamPool(upstream_settings)
         self._forwarder = Forwarder(
             brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log
@@ -112,6 +115,11 @@ class DataPlane:
             await asyncio.wait_for(self._empty.wait(), seconds)
 
     @property
+    def clients(self) -> frozenset[ClientConnection]:
+        """The clients connected now."""
+        return frozenset(self._clients)
+
+    @property
     def open_connections(self) -> tuple[int, int]:
         """Connections to clients and to workers."""
         return len(self._clients), self._pool.open_connections
@@ -120,7 +128,6 @@ class DataPlane:
 
     def entered(self, client: ClientConnection) -> None:
         self._clients.add(client)
-        self._instruments.connections.inc()
         if self._draining:
             client.drain()
 
@@ -128,7 +135,6 @@ class DataPlane:
         self._clients.discard(client)
         if self._empty is not None and not self._clients:
             self._empty.set()
-        self._instruments.connections.dec()
         if midway:
             self._instruments.disconnects.inc()
 
@@ -143,7 +149,7 @@ class DataPlane:
         exchange = Exchange(request, client, request_id or self._new_id(), started_seconds=clock())
         path = request.target.partition(b"?")[0]
         route = ROUTES.get(path)
-        self._instruments.inflight.inc()
+        self._inflight += 1
         try:
             await self._answer(exchange, route)
         except RequestError as error:
@@ -157,7 +163,7 @@ class DataPlane:
             self._log.exception("request failed", request_id=exchange.request_id.decode())
             self._answer_error(exchange, error)
         finally:
-            self._instruments.inflight.dec()
+            self._inflight -= 1
             self._instruments.request(
                 route.value if route is not None else "other",
                 exchange.status,

@@ -253,6 +253,11 @@ class ClientConnection(asyncio.Protocol):
         """Nobody will read what is written now."""
         return self._transport is None or self._transport.is_closing()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Written, but not yet taken by the kernel."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def attach(self, source: Source) -> None:
         """Stall ``source`` whenever this client does not keep up, from now until the answer ends."""
         self._source = source

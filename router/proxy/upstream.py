@@ -14,6 +14,7 @@ from router.proxy.types import Outcome
 from router.proxy.watchdog import Watchdog
 from router.settings import UpstreamSettings
 from router.wire import headers as names
+from router.wire import http1
 from router.wire.headers import Header
 
 #: What may wait here for a reader that has not come yet, before the worker is stalled.
@@ -37,10 +38,10 @@ class AnswerHead:
     status: int
     reason: bytes
     headers: list[Header]
-
-    def value(self, name: bytes) -> bytes | None:
-        """The first value of the header ``name`` (lower-case)."""
-        return next((value for key, value in self.headers if key.lower() == name), None)
+    content_type: bytes = b""
+    #: The end of the body is known beforehand: by its length, or because there is none.
+    has_length: bool = False
+    chunked: bool = False
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -247,11 +248,19 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200 and not self._complete:
-            self._head = AnswerHead(status, self._reason, self._headers)
-            self._until_close = status not in (204, 304) and not any(
-                name.lower() in (names.CONTENT_LENGTH, names.TRANSFER_ENCODING) for name, _ in self._headers
-            )
+        if status < 200 or self._complete:
+            return
+        head = AnswerHead(status, self._reason, self._headers, has_length=http1.bodiless(status))
+        for name, value in head.headers:
+            lowered = name.lower()
+            if lowered == names.CONTENT_LENGTH:
+                head.has_length = True
+            elif lowered == names.TRANSFER_ENCODING:
+                head.chunked = True
+            elif lowered == names.CONTENT_TYPE:
+                head.content_type = value
+        self._head = head
+        self._until_close = not head.has_length and not head.chunked
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:

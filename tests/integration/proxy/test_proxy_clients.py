@@ -1,0 +1,330 @@
+"""Clients that leave, hang, send too much, too slowly, or all at once; and the end of the router's own day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+
+from router.settings import ServerSettings, UpstreamSettings
+from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
+from tests.fakes.proxy_rig import CHAT, rig, target, until
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**ASK, "stream": True}
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+
+
+def raw(body: object = ASK, *, path: str = CHAT, extra: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: a\r\n{extra}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+@pytest.mark.parametrize("spoken", [(), (stream_head(),), (stream_head(), chunk(DELTA))], ids=["mute", "head", "event"])
+async def test_client_leaves_while_the_worker_is_silent(spoken: Script) -> None:
+    """The worker's connection is closed within 0.2 s, at whatever point of the answer, and all counts return."""
+    async with FaultWorker([(*spoken, Move.STALL)]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send(STREAM)
+        await until(lambda: len(worker.requests) == 1)
+        if len(spoken) == 2:
+            await client.head()
+        client.writer.transport.abort()
+        left = time.perf_counter()
+        async with asyncio.timeout(1):
+            await worker.until(open_connections=0)
+        assert time.perf_counter() - left < 0.2
+        await it.until_quiet()
+        assert it.brain.outcomes == ["client_gone"]
+        assert it.count("homing_client_disconnects_total") == 1
+        assert it.count("homing_attempts_total", worker="w0", rank="0", outcome="client_gone") == 1
+        assert it.count("homing_requests_total", endpoint="chat_completions", status="499") == 1
+
+
+async def test_client_leaves_while_its_prompt_is_prepared() -> None:
+    """A request whose client has gone before a rank was chosen opens no lease."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        it.brain.preparing = asyncio.Event()
+        client = await it.connect()
+        await client.send(ASK)
+        await until(lambda: len(it.brain.prepared) == 1)
+        await client.close()
+        await it.until_quiet()
+        assert not it.brain.leases
+        assert not worker.requests
+
+
+async def test_client_that_reads_nothing_stalls_its_worker() -> None:
+    """64 MB for a client that does not read: less than 1 MB is held, the rest waits in the worker."""
+    piece = b"data: " + b"x" * 65_000 + b"\n\n"
+    script = (stream_head(), *(chunk(piece) for _ in range(1000)), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        peer.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(peer, ("127.0.0.1", it.port))
+        await asyncio.get_running_loop().sock_sendall(peer, raw(STREAM))
+        sent = -1
+        while sent != worker.sent_bytes:
+            sent = worker.sent_bytes
+            await asyncio.sleep(0.2)
+        (held,) = (client.unsent_bytes for client in it.plane.clients)
+        assert held < 1_000_000
+        assert worker.sent_bytes < 32_000_000
+        peer.close()
+        await it.until_quiet()
+        assert it.brain.outcomes == ["client_gone"]
+
+
+async def test_client_that_never_reads_again_is_given_up() -> None:
+    """After the idle time the connection is closed on both sides."""
+    piece = b"data: " + b"x" * 65_000 + b"\n\n"
+    script = (stream_head(), *(chunk(piece) for _ in range(400)), chunk(b""))
+    settings = UpstreamSettings(idle_seconds=0.3)
+    async with FaultWorker([script]) as worker, rig(target(worker.port), upstream=settings) as it:
+        client = await it.connect()
+        await client.send(STREAM)
+        client.writer.transport.pause_reading()
+        async with asyncio.timeout(5):
+            await it.until_quiet()
+            await worker.until(open_connections=0)
+        assert it.brain.outcomes == ["client_gone"]
+        await client.close()
+
+
+async def test_slow_client_gets_every_byte() -> None:
+    """A client that pauses between reads stalls the worker and misses nothing."""
+    body = b"".join(b"data: %d %b\n\n" % (number, b"y" * 50_000) for number in range(80))
+    script = (stream_head(), *(chunk(body[at : at + 40_000]) for at in range(0, len(body), 40_000)), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send(STREAM)
+        await client.head()
+        received = bytearray()
+        while (piece := await client.piece()) is not None:
+            received += piece
+            if len(received) % 3 == 0:
+                await asyncio.sleep(0.002)
+        await client.close()
+        assert bytes(received) == body
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    """Twenty requests sent at once come back in their order, though the first takes longest."""
+    scripts: list[Script] = [(0.05, answer(200, b"0"))]
+    scripts += [(answer(200, b"%d" % number),) for number in range(1, 20)]
+    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(raw() * 20)
+        bodies = []
+        for _ in range(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            bodies.append(await reader.readexactly(length))
+        writer.close()
+        assert bodies == [b"%d" % number for number in range(20)]
+        assert worker.connections == 1
+
+
+async def test_good_requests_before_a_bad_one_are_answered() -> None:
+    """A malformed request ends the connection, after the answers that were due."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(raw() + b"POST / HTTP/1.1\r\nhost : a\r\n\r\n" + raw())
+        text = await reader.read()
+        writer.close()
+        assert text.count(b"HTTP/1.1 ") == 2
+        assert text.index(b"HTTP/1.1 200") < text.index(b"HTTP/1.1 400")
+        assert OK_BODY in text
+        assert len(worker.requests) == 1
+
+
+async def test_expect_continue() -> None:
+    """A client that waits before its body is told to go on, once."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        head, _, body = raw(extra="expect: 100-continue\r\n").partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+        assert worker.requests[0].header("expect") is None
+
+
+LIMITS = ServerSettings(
+    port=0,
+    max_body_bytes=2048,
+    max_header_bytes=2048,
+    max_headers=16,
+    header_timeout_seconds=0.2,
+    body_timeout_seconds=0.2,
+    keepalive_seconds=0.4,
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (raw({**ASK, "pad": "x" * 3000}), 413),
+        (b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 4096\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
+         b"401\r\n" + b"x" * 1025 + b"\r\n", 413),
+        (raw(extra=f"x: {'y' * 3000}\r\n"), 431),
+        (raw(extra="x: y\r\n" * 20), 431),
+        (b"GET /" + b"x" * 3000, 408),
+        (b"GET /livez HTTP/1.1\r\nhost: a\r\nx", 408),
+        (raw()[:-3], 408),
+    ],
+    ids=["length", "announced", "chunks", "long header", "many headers", "endless target", "slow head", "slow body"],
+)  # fmt: skip
+async def test_limits_of_size_and_time(sent: bytes, status: int) -> None:
+    """What is too large or too slow is refused with its status, and the connection closed."""
+    async with rig(server=LIMITS) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            text = await reader.read()
+        writer.close()
+        assert text.startswith(b"HTTP/1.1 %d " % status)
+        assert b"connection: close" in text
+        assert b'"code": "' in text
+
+
+async def test_idle_connections_are_closed() -> None:
+    """A connection that asks nothing is closed without a word."""
+    async with rig(server=LIMITS) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "unknown_url"),
+        ("POST", "/v1/chat/completions/", 404, "unknown_url"),
+        ("POST", "/v1/../v1/chat/completions", 404, "unknown_url"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models", 200, None),
+        ("GET", "http://router/v1/models?x=1", 200, None),
+        ("GET", "/health", 200, None),
+        ("GET", "/livez", 200, None),
+        ("GET", "/readyz", 200, None),
+        ("OPTIONS", CHAT, 204, None),
+        ("OPTIONS", "*", 204, None),
+    ],
+)
+async def test_paths_and_methods(method: str, path: str, status: int, code: str | None) -> None:
+    """The router's own paths are answered; unknown ones are 404 and wrong methods 405 with Allow, never proxied."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(b"", method=method, path=path)
+        assert answer_.status == status
+        if code is not None:
+            assert answer_.error["code"] == code
+        if status in (204, 405):
+            assert "OPTIONS" in answer_.headers["allow"]
+        assert "x-request-id" in answer_.headers
+        assert not worker.requests
+
+
+async def test_head_is_get_without_a_body() -> None:
+    """HEAD gets the length GET would have, and nothing after the head."""
+    async with rig() as it:
+        client = await it.connect()
+        await client.send(method="HEAD", path="/v1/models")
+        answer_ = await client.answer()
+        assert (answer_.status, answer_.body) == (200, b"")
+        assert answer_.headers["content-length"] == str(len(it.brain.model_list()))
+        await client.send(method="GET", path="/v1/models")
+        assert (await client.answer()).body == it.brain.model_list()
+        await client.close()
+
+
+async def test_invalid_bodies_are_answered_without_a_decision() -> None:
+    """A body the router cannot read is 400 in the OpenAI shape; no rank is chosen."""
+    async with rig() as it:
+        answer_ = await it.ask(b'{"model": "m", ')
+        assert (answer_.status, answer_.error["code"]) == (400, "invalid_json")
+        answer_ = await it.ask({"messages": [{}]})
+        assert (answer_.status, answer_.error["param"]) == (400, "model")
+        assert it.count("homing_errors_total", code="invalid_json") == 1
+
+
+async def test_drain_lets_streams_end() -> None:
+    """Draining refuses new connections and lets what is being served end; then nothing is open."""
+    script = (stream_head(), chunk(DELTA), 0.2, chunk(b"data: [DONE]\n\n"), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client, idle = await it.connect(), await it.connect()
+        await client.send(STREAM)
+        await client.head()
+        draining = asyncio.create_task(it.plane.drain(5))
+        assert await idle.reader.read() == b""
+        with pytest.raises(OSError, match=r"."):
+            await it.connect()
+        pieces = [await client.piece(), await client.piece(), await client.piece()]
+        assert pieces == [DELTA, b"data: [DONE]\n\n", None]
+        await draining
+        assert it.plane.open_connections == (0, 0)
+        await client.close()
+        await idle.close()
+
+
+async def test_drain_ends_what_takes_too_long() -> None:
+    """When the time is over a stream ends with an error event, and a request without an answer gets 503."""
+    scripts: list[Script] = [(stream_head(), chunk(DELTA), Move.STALL), (Move.STALL,)]
+    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
+        stream, whole = await it.connect(), await it.connect()
+        await stream.send(STREAM)
+        await stream.head()
+        await whole.send(ASK)
+        await until(lambda: len(worker.requests) == 2)
+        await it.plane.drain(0.1)
+        assert await stream.piece() == DELTA
+        last = await stream.piece()
+        assert last is not None
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        assert await stream.piece() is None
+        answer_ = await whole.answer()
+        assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
+        assert it.plane.open_connections == (0, 0)
+        await stream.close()
+        await whole.close()
+
+
+async def test_many_clients_at_once_with_faults_leave_nothing_behind() -> None:
+    """600 requests over faulty workers, a part of the clients leaving early: each answer whole and its own."""
+    faulty: list[Script] = [
+        OK,
+        (Move.RESET,),
+        (answer(503, b"{}"),),
+        (0.01, *OK),
+        (answer(200, OK_BODY)[:40], Move.RESET),
+    ]
+    bad, good = FaultWorker(faulty * 60), FaultWorker([OK, (0.005, *OK)] * 400)
+    async with bad, good, rig(target(bad.port), target(good.port)) as it:
+
+        async def one(number: int) -> None:
+            client = await it.connect()
+            await client.send(ASK, headers={"x-request-id": f"id-{number}"})
+            if number % 20:
+                answer_ = await client.answer()
+                assert (answer_.status, answer_.body) == (200, OK_BODY)
+                assert answer_.headers["x-request-id"] == f"id-{number}"
+            await client.close()
+
+        for start in range(0, 600, 50):
+            await asyncio.gather(*(one(number) for number in range(start, start + 50)))
+        await it.until_quiet()
+        attempts = sum(
+            sample.value
+            for metric in it.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == "homing_attempts_total"
+        )
+        assert attempts == len(it.brain.leases)

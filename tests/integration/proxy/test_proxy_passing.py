@@ -1,0 +1,190 @@
+"""What passes through unchanged, what is added, and how a rank is addressed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from router.core.types import Engine
+from router.settings import UpstreamSettings
+from router.wire.openai import Usage
+from tests.fakes.fault_worker import OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
+from tests.fakes.proxy_rig import CHAT, rig, target
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_request_reaches_the_worker_as_sent() -> None:
+    """The body arrives byte for byte; end-to-end headers too, but none that are the connection's or secret."""
+    body = b'{ "model":"m",\n "messages" : [{"role":"user","content":"\\u00e9 \xc3\xa9"}], "unknown": 1e2 }'
+    sent = {
+        "authorization": "Bearer secret",
+        "cookie": "a=b",
+        "x-api-key": "secret",
+        "connection": "keep-alive, x-hop",
+        "x-hop": "mine",
+        "te": "trailers",
+        "traceparent": "00-aa-bb-01",
+        "tracestate": "v=1",
+        "x-data-parallel-rank": "9",
+        "x-custom": "kept",
+        "x-request-id": "abc-1",
+        "accept-encoding": "identity",
+    }
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(body, headers=sent, path=CHAT + "?api-version=1")
+        (received,) = worker.requests
+        assert received.body == body
+        assert received.head.startswith(b"POST /v1/chat/completions?api-version=1 HTTP/1.1\r\n")
+        for name in ("traceparent", "tracestate", "x-custom", "x-request-id", "accept-encoding"):
+            assert received.header(name) == sent[name]
+        for name in ("authorization", "cookie", "x-api-key", "connection", "x-hop", "te", "x-data-parallel-rank"):
+            assert received.header(name) is None
+        assert received.header("host") == f"127.0.0.1:{worker.port}"
+        assert answer_.headers["x-request-id"] == "abc-1"
+
+
+async def test_credentials_go_on_only_when_told() -> None:
+    """With the setting on, the worker sees the client's authorization."""
+    settings = UpstreamSettings(forward_credentials=True)
+    async with FaultWorker() as worker, rig(target(worker.port), upstream=settings) as it:
+        await it.ask(ASK, headers={"authorization": "Bearer x"})
+        assert worker.requests[0].header("authorization") == "Bearer x"
+
+
+async def test_answer_says_where_it_came_from() -> None:
+    """Decision headers are added, the worker's own ones of these names are not believed, the usage is read."""
+    script = (answer(200, OK_BODY, headers={"X-Homing-Rank": "77", "Server": "Engine", "Keep-Alive": "timeout=5"}),)
+    async with FaultWorker([script]) as worker, rig(target(worker.port, rank=2, dp_size=4)) as it:
+        answer_ = await it.ask(ASK)
+        assert answer_.body == OK_BODY
+        assert {name: value for name, value in answer_.headers.items() if name.startswith("x-homing")} == {
+            "x-homing-worker": "w0",
+            "x-homing-rank": "2",
+            "x-homing-reason": "cold",
+            "x-homing-expected-cached-tokens": "0",
+            "x-homing-attempts": "1",
+        }
+        assert answer_.headers["server"] == "Engine"
+        assert "keep-alive" not in answer_.headers
+        assert answer_.headers["content-length"] == str(len(OK_BODY))
+        assert len(answer_.headers["x-request-id"]) >= 16
+        assert it.brain.leases[0].closed[0][1] == Usage(prompt_tokens=40, completion_tokens=2, cached_tokens=32)
+        assert it.brain.leases[0].first_bytes == 1
+
+
+@pytest.mark.parametrize("given", ["x" * 129, "a b", "caf\u00e9"])
+async def test_unacceptable_request_id_is_replaced(given: str) -> None:
+    """An id that is too long or not visible ASCII never reaches worker or client."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        body = json.dumps(ASK).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nx-request-id: {given}\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.writer.write(head.encode("latin-1") + body)
+        await client.send(ASK)  # h11 must believe that it asked; this request follows the first
+        made = (await client.answer()).headers["x-request-id"]
+        await client.close()
+        assert made != given
+        assert worker.requests[0].header("x-request-id") == made
+
+
+@pytest.mark.parametrize(
+    ("engine", "dp_size", "header", "field"),
+    [
+        (Engine.VLLM, 4, "3", None),
+        (Engine.SGLANG, 4, None, 3),
+        (Engine.SHIM, 4, "3", 3),
+        (Engine.VLLM, 1, None, None),
+        (Engine.SGLANG, 1, None, None),
+        (Engine.SHIM, 1, None, None),
+    ],
+)
+async def test_rank_is_named_as_the_engine_wants(
+    engine: Engine, dp_size: int, header: str | None, field: int | None
+) -> None:
+    """vLLM reads a header, SGLang a body field, the shim both; a worker of one rank is told nothing."""
+    async with FaultWorker() as worker, rig(target(worker.port, rank=3, dp_size=dp_size, engine=engine)) as it:
+        await it.ask(ASK, headers={"X-Data-Parallel-Rank": "0"})
+        (received,) = worker.requests
+        assert received.header("x-data-parallel-rank") == header
+        expected = ASK if field is None else {**ASK, "routed_dp_rank": field}
+        assert json.loads(received.body) == expected
+
+
+def _scripts(body: bytes, *, seed: int) -> list[Script]:
+    """The same body with a length, in random chunks, and ended by the connection's close."""
+    rng = random.Random(seed)
+    chunked: list[bytes | float] = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"]
+    position = 0
+    while position < len(body):
+        size = rng.choice((1, 7, 100, 65_536, 200_000))
+        chunked.append(chunk(body[position : position + size]))
+        position += size
+        if rng.random() < 0.2:
+            chunked.append(0.001)
+    chunked.append(chunk(b""))
+    return [(answer(200, body),), tuple(chunked), (b"HTTP/1.1 200 OK\r\n\r\n", body, Move.CLOSE)]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks", "close"])
+@pytest.mark.parametrize("size", [0, 1, 5_000, 1_500_000])
+async def test_every_byte_of_the_answer_passes(framing: str, size: int) -> None:
+    """Random bytes arrive unchanged, however the worker frames them."""
+    body = random.Random(size).randbytes(size)
+    script = _scripts(body, seed=size)[("length", "chunks", "close").index(framing)]
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(ASK)
+        assert answer_.complete
+        assert answer_.body == body
+        assert it.brain.outcomes == ["ok"]
+
+
+async def test_http_1_0_client_gets_the_end_of_the_connection() -> None:
+    """A client that knows no chunks gets the body as it is, ended by the close."""
+    script = (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", chunk(b"ab"), chunk(b"cd"), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        body = json.dumps(ASK).encode()
+        client.writer.write(b"POST %b HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+        head, _, rest = (await client.reader.read()).partition(b"\r\n\r\n")
+        await client.close()
+        assert rest == b"abcd"
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+
+
+async def test_stream_passes_and_its_usage_is_read() -> None:
+    """A stream arrives unchanged, events split anywhere, and its last usage is the attempt's."""
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+    sent = (
+        event({"choices": [{"delta": {"content": 'say "usage"'}}], "usage": None})
+        + event({"choices": [], "usage": usage})
+        + b"data: [DONE]\n\n"
+    )
+    pieces = [sent[start : start + 11] for start in range(0, len(sent), 11)]
+    script = (stream_head(), *(step for piece in pieces for step in (chunk(piece), 0.001)), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert answer_.body == sent
+        assert it.brain.leases[0].closed[0][1] == Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=8)
+        assert it.count("homing_first_token_seconds_count", model="m") == 1
+        assert it.count("homing_inter_token_seconds_count", model="m") == 1
+
+
+async def test_connections_to_workers_are_used_again() -> None:
+    """Requests one after another share a connection, also after errors that were whole."""
+    scripts: list[Script] = [(answer(200, b"{}"),), (answer(400, b"{}"),), (answer(500, b"{}"),), (answer(200, b"{}"),)]
+    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
+        statuses = [(await it.ask(ASK)).status for _ in range(4)]
+        assert statuses == [200, 400, 500, 200]
+        assert worker.connections == 1
+
+
+async def test_connection_that_said_more_than_asked_is_not_used_again() -> None:
+    """Bytes after an answer's end could be taken for the next answer, so the connection goes."""
+    async with FaultWorker([(answer(200, b"{}") + answer(200, b"evil"),)]) as worker, rig(target(worker.port)) as it:
+        for _ in range(2):
+            assert (await it.ask(ASK)).body == b"{}"
+        assert worker.connections == 2
