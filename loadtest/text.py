@@ -1,9 +1,9 @@
 """Block ids to chat messages, so that shared blocks are shared text.
 
-A prompt of ``input_tokens`` becomes ``ceil(input_tokens * scale)`` words, each about one token. The words of a
-block are drawn from (namespace, block id) alone, so equal blocks read equal wherever they stand. At small scales
-a block has few words, or none in some places; where its words begin follows from its place, which a shared
-prefix shares.
+A prompt of ``input_tokens`` becomes ``ceil(input_tokens * scale)`` words, each about one token; two at least (where
+that makes it one more than its share, nothing continues it). The words of a block are drawn from (namespace, block id)
+alone, so equal blocks read equal wherever they stand. At small scales a block has few words, or none in some places;
+where its words begin follows from its place, which a shared prefix shares.
 
 Words are then cut into messages: tools and system prompt first, then user and assistant in turn. The recorded
 answer's length is the length of the assistant's message: live answers are discarded (unless told otherwise), so that
