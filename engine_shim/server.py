@@ -144,7 +144,7 @@ class ShimApi:
         asked = await self._read(request, api.ChatRequest)
         text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
         ids = await self._encode(text, add_special_tokens=False)
-        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         return self._generate(request, asked, prompts=[ids], max_tokens=max_tokens, shape=ChatShape)
 
     async def complete(self, request: Request) -> Response:
