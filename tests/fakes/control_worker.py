@@ -1,0 +1,76 @@
+"""A worker's control endpoints over real HTTP, and nothing else: answers by path, changeable while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+#: status and body by path; None: take the request and say nothing.
+Answers = dict[str, tuple[int, bytes] | None]
+
+
+def as_json(value: Any, status: int = 200) -> tuple[int, bytes]:
+    """An answer."""
+    return status, json.dumps(value).encode()
+
+
+MODELS = as_json({"object": "list", "data": [{"id": "m", "max_model_len": 4096}]})
+
+
+class ControlWorker:
+    """Listens on a port of its own; paths without an answer are 404. ``asked`` records what was asked."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers: Answers = {"/health": (200, b""), "/v1/models": MODELS, **answers}
+        self.asked: list[str] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> ControlWorker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        """Stop listening and cut what is open; entering again listens on the same port."""
+        if self._server is not None:
+            self._server.close()
+            for writer in self._writers:
+                writer.transport.abort()
+            await self._server.wait_closed()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            method, path, _ = head.split(" ", 2)
+            self.asked.append(f"{method} {path}")
+            answer = self.answers.get(path, (404, b""))
+            if answer is None:
+                await reader.read()
+            else:
+                status, body = answer
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+                )
+                writer.write(body)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()

@@ -1,0 +1,229 @@
+"""Workers over their lives: down and up again, restarted, laid out anew, drained, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from router.core.types import RankStatus
+from router.errors import ConfigError
+from router.fleet.event_stream import StreamTimes
+from router.fleet.fleet import Fleet
+from router.fleet.probes import Probe, Verdict, judge
+from router.fleet.registry import Hooks, Registry, Worker
+from router.settings import ProbeSettings, RoutingSettings, WorkerSpec
+from router.telemetry.logging import make_logger
+from router.telemetry.metrics import Metrics
+from tests.fakes.control_worker import ControlWorker, as_json
+from tests.fakes.kv_publisher import KvPublisher, stored
+
+
+class Control:
+    """A running registry over a real fleet."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        loop = asyncio.get_running_loop()
+        self.metrics = Metrics(CollectorRegistry())
+        self.fleet = Fleet(RoutingSettings(), self.metrics, clock=loop.time)
+        self.log = io.StringIO()
+        self.greeted: list[str] = []
+        self.streaming = False
+        self.registry = Registry(
+            self.fleet,
+            ProbeSettings(interval_seconds=0.05, timeout_seconds=0.1, failures=3),
+            client=client,
+            metrics=self.metrics,
+            log=make_logger(level="info", form="json", stream=self.log),
+            clock=loop.time,
+            wall_clock=lambda: 0.0,
+            hooks=Hooks(on_worker_ready=self._greet, has_progress=lambda _: self.streaming),
+            stream_times=StreamTimes(replay_idle=0.3, between_asks=0.01),
+        )
+
+    async def _greet(self, worker: Worker) -> None:
+        self.greeted.append(worker.name)
+        if "damaged" in worker.name:
+            raise ConfigError("tokenizer.json cannot be read")
+
+    def statuses(self) -> list[tuple[str, RankStatus]]:
+        return [(str(rank.id), rank.status) for rank in self.fleet.ranks()]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait a few seconds for something to become true."""
+    async with asyncio.timeout(8):
+        while not holds():  # noqa: ASYNC110 (the thing waited for has no event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Control]:
+    async with httpx.AsyncClient(timeout=0.5) as client:
+        control = Control(client)
+        running = asyncio.create_task(control.registry.run())
+        yield control
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+
+
+async def test_a_worker_that_is_down_is_reported_and_joins_when_it_comes(control: Control) -> None:
+    """Down with a reason first, then its rank is READY; the registry never stopped."""
+    worker = ControlWorker({})
+    async with worker:
+        pass
+    entry = control.registry.add(WorkerSpec(url=worker.url))
+    await until(lambda: entry.status is RankStatus.DOWN)
+    assert entry.reason == f"nothing listens at {worker.url}/v1/models"
+    assert control.statuses() == []
+    async with worker:
+        await until(lambda: entry.status is RankStatus.READY)
+        assert control.statuses() == [(f"{worker.name}/0", RankStatus.READY)]
+        assert control.greeted == [worker.name]
+        assert entry.reason == ""
+
+
+async def test_one_target_for_each_rank(control: Control) -> None:
+    """A worker of three ranks is three targets, all ready at once."""
+    async with ControlWorker({}) as worker:
+        control.registry.add(WorkerSpec(url=worker.url, id="w", dp_size=3))
+        await until(lambda: len(control.statuses()) == 3 and control.statuses()[0][1] is RankStatus.READY)
+        assert control.statuses() == [(f"w/{rank}", RankStatus.READY) for rank in range(3)]
+        assert [member.target.rank for member in control.fleet.members()] == [0, 1, 2]
+
+
+async def test_failures_in_a_row_take_a_worker_down_and_one_success_brings_it_back(control: Control) -> None:
+    """Its ranks stay known while it is down: what they hold may still be there."""
+    async with ControlWorker({}) as worker:
+        entry = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: entry.status is RankStatus.READY)
+        worker.answers["/health"] = (503, b"")
+        await until(lambda: entry.status is RankStatus.DOWN)
+        assert "answers /health that it cannot serve" in entry.reason
+        assert control.statuses() == [(f"{worker.name}/0", RankStatus.DOWN)]
+        worker.answers["/health"] = (200, b"")
+        await until(lambda: entry.status is RankStatus.READY)
+        assert control.statuses() == [(f"{worker.name}/0", RankStatus.READY)]
+
+
+async def test_a_long_prefill_is_no_death(control: Control) -> None:
+    """/health is silent while answers stream: READY. Silent without any: DOWN."""
+    async with ControlWorker({}) as worker:
+        entry = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: entry.status is RankStatus.READY)
+        control.streaming = True
+        worker.answers["/health"] = None
+        asked = worker.asked.count("GET /health")
+        await until(lambda: worker.asked.count("GET /health") >= asked + 5)
+        assert entry.status is RankStatus.READY
+        control.streaming = False
+        await until(lambda: entry.status is RankStatus.DOWN)
+        assert "does not answer /health in time" in entry.reason
+
+
+async def test_a_worker_that_comes_back_laid_out_anew_is_entered_anew(control: Control) -> None:
+    """It serves another model and has two ranks now: the old rank goes, two new ones come."""
+    async with ControlWorker({}) as worker:
+        entry = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: entry.status is RankStatus.READY)
+        await worker.die()
+        await until(lambda: entry.status is RankStatus.DOWN)
+        worker.answers["/v1/models"] = as_json({"data": [{"id": "other"}]})
+        worker.answers["/server_info"] = as_json({"page_size": 16, "dp_size": 2})
+        async with worker:
+            await until(lambda: len(control.statuses()) == 2)
+            await until(lambda: entry.status is RankStatus.READY)
+            assert {model for member in control.fleet.members() for model in member.models} == {"other"}
+
+
+async def test_a_worker_whose_tokenizer_is_damaged_still_serves(control: Control) -> None:
+    """The complaint is logged; requests go by text."""
+    async with ControlWorker({}) as worker:
+        entry = control.registry.add(WorkerSpec(url=worker.url, id="damaged"))
+        await until(lambda: entry.status is RankStatus.READY)
+        assert "tokenizer.json cannot be read" in control.log.getvalue()
+
+
+async def test_removing_and_adding_again_starts_from_nothing(control: Control) -> None:
+    """What the rank held is forgotten with it; the events of its idle publisher are read anew."""
+    context = zmq.asyncio.Context()
+    publisher = KvPublisher(context)
+    source = await publisher.start()
+    entry = {
+        "publisher": "zmq",
+        "endpoint": source.endpoint,
+        "replay_endpoint": source.replay_endpoint,
+        "topic": "kv-events",
+        "block_size": 4,
+    }
+    async with ControlWorker({"/kv_event_sources": as_json({"0": entry})}) as worker:
+        control.registry.add(WorkerSpec(url=worker.url, id="w"))
+        await publisher.subscribed()
+        await publisher.publish(stored(0))
+        await publisher.publish(stored(1))
+        await until(lambda: [rank.resident_blocks for rank in control.fleet.ranks()] == [2])
+        await control.registry.remove("w")
+        assert control.fleet.ranks() == []
+        control.registry.add(WorkerSpec(url=worker.url, id="w"))
+        await until(lambda: [rank.resident_blocks for rank in control.fleet.ranks()] == [2])
+    await publisher.stop()
+    context.destroy(linger=0)
+
+
+async def test_a_drained_worker_stays_drained_through_an_outage(control: Control) -> None:
+    """An operator's word outlives a failure; taking it back makes it ready."""
+    async with ControlWorker({}) as worker:
+        entry = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: entry.status is RankStatus.READY)
+        control.registry.drain(worker.name)
+        assert entry.status is RankStatus.DRAINING
+        worker.answers["/health"] = (503, b"")
+        await until(lambda: entry.status is RankStatus.DOWN)
+        worker.answers["/health"] = (200, b"")
+        await until(lambda: entry.status is RankStatus.DRAINING)
+        control.registry.undrain(worker.name)
+        assert entry.status is RankStatus.READY
+
+
+async def test_a_reset_empties_the_picture_at_once(control: Control) -> None:
+    """vLLM would tell of it only with its next step."""
+    context = zmq.asyncio.Context()
+    publisher = KvPublisher(context)
+    source = await publisher.start()
+    answers = {
+        "/kv_event_sources": as_json({"0": {"publisher": "zmq", "endpoint": source.endpoint, "block_size": 4}}),
+        "/reset_prefix_cache": as_json({"success": True}),
+    }
+    async with ControlWorker(answers) as worker:
+        control.registry.add(WorkerSpec(url=worker.url, id="w"))
+        await publisher.subscribed()
+        await publisher.publish(stored(0))
+        await until(lambda: [rank.resident_blocks for rank in control.fleet.ranks()] == [1])
+        await control.registry.reset_cache("w")
+        assert [rank.resident_blocks for rank in control.fleet.ranks()] == [0]
+    await publisher.stop()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "failed", "has_progress", "expected"),
+    [
+        (Probe.ALIVE, 2, False, (0, Verdict.UP)),
+        (Probe.REFUSED, 0, False, (1, Verdict.UNCHANGED)),
+        (Probe.REFUSED, 2, False, (3, Verdict.DOWN)),
+        (Probe.REFUSED, 2, True, (3, Verdict.DOWN)),
+        (Probe.UNWELL, 2, True, (3, Verdict.DOWN)),
+        (Probe.SILENT, 2, False, (3, Verdict.DOWN)),
+        (Probe.SILENT, 2, True, (2, Verdict.UNCHANGED)),
+        (Probe.REFUSED, 7, False, (8, Verdict.DOWN)),
+    ],
+)
+def test_the_judgement_over_probes(seen: Probe, failed: int, has_progress: bool, expected: tuple[int, Verdict]) -> None:
+    """Three failures in a row are down, one success is up, silence while streaming is neither."""
+    assert judge(seen, failed_before=failed, failures_allowed=3, has_progress=has_progress) == expected
