@@ -7,7 +7,7 @@ A request waits for its prefill until its first byte, then decodes until it ends
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from router.core.types import RankLoad
@@ -18,9 +18,12 @@ RECENT_HALF_LIFE_SECONDS = 20.0
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """One request's share of a rank's load."""
+    """One request's share of a rank's load. It keeps the cells it was opened on, so that the end of a claim on a rank
+    that has left cannot touch the rank that got its slot.
+    """
 
-    slot: int
+    load: RankLoad
+    queue: OrderedDict[Claim, None]
     prompt_tokens: int
     prefill_tokens: int
     prefill_seconds: float
@@ -34,7 +37,7 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._loads: dict[int, RankLoad] = {}
-        self._queues: dict[int, deque[Claim]] = {}
+        self._queues: dict[int, OrderedDict[Claim, None]] = {}
 
     def load(self, slot: int) -> RankLoad:
         """The slot's cell, made on first use."""
@@ -43,13 +46,12 @@ class LoadBook:
     def forget(self, slot: int) -> None:
         """The rank is gone. Claims still open on it end without effect on its successor."""
         self._loads.pop(slot, None)
-        for claim in self._queues.pop(slot, ()):
-            claim.waiting = False
+        self._queues.pop(slot, None)
 
     def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
-        claim = Claim(slot, prompt_tokens, prefill_tokens, seconds, opened_at=now)
-        load = self.load(slot)
+        load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
+        claim = Claim(load, queue, prompt_tokens, prefill_tokens, seconds, opened_at=now)
         if not load.waiting:
             load.serving_since = now
         load.inflight += 1
@@ -59,7 +61,7 @@ class LoadBook:
         load.waiting_seconds += seconds
         load.recent_seconds = recent_seconds(load, now=now) + seconds
         load.recent_at = now
-        self._queues.setdefault(slot, deque()).append(claim)
+        queue[claim] = None
         return claim
 
     def first_byte(self, claim: Claim, *, now: float) -> float | None:
@@ -69,12 +71,10 @@ class LoadBook:
         """
         if not claim.waiting:
             return None
-        load = self._loads.get(claim.slot)
-        if load is None:
-            return None
-        in_order = self._queues[claim.slot][0] is claim
+        load = claim.load
+        in_order = _first(claim)
         served = now - max(claim.opened_at, load.serving_since) if in_order else None
-        self._leave_queue(claim, load)
+        self._leave_queue(claim)
         load.serving_since = now
         return served
 
@@ -83,21 +83,27 @@ class LoadBook:
         if not claim.open:
             return
         claim.open = False
-        load = self._loads.get(claim.slot)
-        if load is None:
-            return
+        load = claim.load
         if claim.waiting:
-            self._leave_queue(claim, load)
-            load.serving_since = now
+            if _first(claim):  # one that leaves from the middle of the queue has not been served
+                load.serving_since = now
+            self._leave_queue(claim)
         load.inflight -= 1
         load.inflight_tokens -= claim.prompt_tokens
 
-    def _leave_queue(self, claim: Claim, load: RankLoad) -> None:
+    @staticmethod
+    def _leave_queue(claim: Claim) -> None:
+        load = claim.load
         claim.waiting = False
-        self._queues[claim.slot].remove(claim)
+        del claim.queue[claim]
         load.waiting -= 1
         load.waiting_tokens -= claim.prefill_tokens
         load.waiting_seconds = load.waiting_seconds - claim.prefill_seconds if load.waiting else 0.0
+
+
+def _first(claim: Claim) -> bool:
+    """Whether the rank is working on this very prompt."""
+    return next(iter(claim.queue)) is claim
 
 
 def wait_seconds(load: RankLoad, *, now: float) -> float:

@@ -6,15 +6,18 @@ same inputs give the same decisions.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from router.core.cost import CostParameters, price, reusable_tokens, work_seconds
 from router.core.load import recent_seconds, wait_seconds
 from router.core.ring import Ring
 from router.core.types import Decision, FleetView, Price, RankStatus, RankView, Reason, RouteRequest
 
-Policy = Callable[[FleetView, RouteRequest, random.Random, float], Decision | None]
+if TYPE_CHECKING:
+    from random import Random
+
+Policy = Callable[[FleetView, RouteRequest, "Random", float], Decision | None]
 
 #: Prices closer than this are equal: the draw decides.
 _TIE_SECONDS = 1e-6
@@ -37,7 +40,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
         if not ranks:
             return None
@@ -46,7 +49,7 @@ class RoundRobin:
         return _decision(chosen, ranks, request, reason=Reason.TURN)
 
 
-def least_loaded(view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+def least_loaded(view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
     """The rank with the least prefill waiting, then the fewest requests, then the least recent work."""
     ranks = candidates(view, request)
     if not ranks:
@@ -68,7 +71,7 @@ class SessionHash:
         self._names: frozenset[str] = frozenset()
         self._ring = Ring(())
 
-    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
         if not ranks:
             return None
@@ -91,7 +94,7 @@ class Affinity:
     def __init__(self, parameters: CostParameters) -> None:
         self._parameters = parameters
 
-    def __call__(self, view: FleetView, request: RouteRequest, rng: random.Random, now: float) -> Decision | None:
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
         if not ranks:
             return None

@@ -1,8 +1,9 @@
 """Who is asking: the header or field that names a session, and where each session is at home.
 
 The signals that real clients send, in order; the first one present wins. Names are compared in lower case.
-Credentials never name a session. An id is a hint, not a right: it is scoped by tenant and model and hashed away
-beyond ``MAX_ID_CHARS``. Without any signal the stable head of the conversation names the session.
+Credentials never name a session, not even when configured. An id is a hint, not a right: it is scoped by tenant and
+model, and hashed when longer than ``MAX_ID_CHARS`` or not printable. Without any signal the stable head of the
+conversation names the session.
 
 | signal | sent by |
 |---|---|
@@ -12,7 +13,7 @@ beyond ``MAX_ID_CHARS``. Without any signal the stable head of the conversation 
 | ``x-claude-code-session-id`` (+ ``x-claude-code-agent-id`` for a subagent) | Claude Code |
 | ``thread-id``, ``session-id``, ``session_id`` | Codex, pi |
 | ``x-session-affinity``, ``x-session-id``, ``x-opencode-session`` | OpenCode, aiperf, vLLM router |
-| ``x-grok-conv-id``, any ``x-*-session-id`` | others |
+| ``x-grok-conv-id``, any ``x-*-session-id`` but a parent's | others |
 | ``x-correlation-id`` | aiperf |
 | body ``prompt_cache_key``, ``session_id``, ``conversation_id`` | OpenAI, SGLang |
 | body ``session_params.session_id``, ``metadata.session_id`` | SGLang, LiteLLM |
@@ -50,7 +51,9 @@ _HEADERS = (
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
 _LATE_HEADERS = ("x-correlation-id",)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
-_VENDOR_SESSION = re.compile(r"^x-[a-z0-9-]+-session-id$")
+_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
+#: A parent's session is somebody else's: it must not name its child's.
+_VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-]+-session-id$")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 #: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
 _VOLATILE_LINE = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
@@ -61,7 +64,8 @@ def identify(
 ) -> SessionKey | None:
     """Name the session of a request, or None if nothing names it. ``headers`` has lower-case names."""
     agent = next((_clean(headers[name]) for name in _AGENT_HEADERS if headers.get(name)), "")
-    for name in (*first, *_HEADERS):
+    configured = (name for name in map(str.lower, first) if name not in _CREDENTIALS)
+    for name in (*configured, *_HEADERS):
         if value := headers.get(name):
             return SessionKey(tenant, _clean(value), agent)
     for name, value in headers.items():
@@ -98,7 +102,7 @@ def _from_body(fields: Mapping[str, Any]) -> str | None:
 def _session_in_json(text: str) -> str | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     session = value.get("session_id") if isinstance(value, dict) else None
     return session if isinstance(session, str) and session else None
@@ -117,24 +121,29 @@ def conversation_head(fields: Mapping[str, Any]) -> int | None:
         if not isinstance(message, Mapping):
             return None
         role = message.get("role")
-        digest.update(_VOLATILE_LINE.sub("", f"{role}\x00{_text(message.get('content'))}\x01").encode())
+        name = role if isinstance(role, str) else ""
+        digest.update(_encoded(f"{name}\x00{_text(message.get('content'))}\x01"))
         if role == "user":
             return digest.intdigest()
     return None
 
 
 def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "\x02".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return ""
+    """The text of a message, its parts kept apart, without volatile lines."""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else (content,)
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "\x02".join(_VOLATILE_LINE.sub("", text) for text in texts if isinstance(text, str))
 
 
 def _clean(value: str) -> str:
-    if len(value) <= MAX_ID_CHARS:
+    if len(value) <= MAX_ID_CHARS and value.isprintable():
         return value
-    return f"long:{xxhash.xxh3_128_hexdigest(value.encode())}"
+    return f"hashed:{xxhash.xxh3_128_hexdigest(_encoded(value))}"
+
+
+def _encoded(text: str) -> bytes:
+    """JSON may carry half a surrogate pair, which plain UTF-8 refuses."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 @dataclass(slots=True)
@@ -168,8 +177,8 @@ class SessionTable:
             return None
         return binding.slot
 
-    def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> None:
-        """A request of the session was sent to ``slot``, which is its home from now on."""
+    def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> Binding:
+        """A request of the session was sent to ``slot``, its home from now on. Give the binding to ``finish``."""
         binding = self._bindings.get((model, key))
         if binding is None:
             self._make_room(now)
@@ -178,13 +187,14 @@ class SessionTable:
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end((model, key))
+        return binding
 
-    def finish(self, model: str, key: SessionKey, *, now: float) -> None:
-        """That request is over."""
-        binding = self._bindings.get((model, key))
-        if binding is not None:
-            binding.inflight = max(0, binding.inflight - 1)
-            binding.used_at = now
+    def finish(self, model: str, key: SessionKey, binding: Binding, *, now: float) -> None:
+        """That request is over. A binding that was forgotten meanwhile has no say over its successor."""
+        binding.inflight -= 1
+        binding.used_at = now
+        if self._bindings.get((model, key)) is binding:
+            self._bindings.move_to_end((model, key))
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: its sessions have no home."""
@@ -192,11 +202,15 @@ class SessionTable:
             del self._bindings[key]
 
     def _make_room(self, now: float) -> None:
-        while self._bindings:
+        """Let the idle go, and beyond ``max_sessions`` the least recently used; never one with a running request."""
+        for _ in range(len(self._bindings)):
+            full = len(self._bindings) >= self.max_sessions
             key, binding = next(iter(self._bindings.items()))
-            expired = now - binding.used_at > self.idle_seconds
-            if binding.inflight or not (expired or len(self._bindings) >= self.max_sessions):
-                if binding.inflight and len(self._bindings) >= self.max_sessions:
-                    self._bindings.move_to_end(key)
+            if binding.inflight:
+                self._bindings.move_to_end(key)  # in use at this moment
+                if not full:
+                    return
+            elif full or now - binding.used_at > self.idle_seconds:
+                del self._bindings[key]
+            else:
                 return
-            del self._bindings[key]
