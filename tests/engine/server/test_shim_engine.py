@@ -26,6 +26,7 @@ from engine_shim.types import (
     Request,
     Sampling,
 )
+from router.wire.kv_events import Event
 
 LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (33,))
 
@@ -201,18 +202,30 @@ async def test_a_request_that_never_fits_is_told() -> None:
 
 
 async def test_events_leave_before_the_tokens() -> None:
-    """When the end of an answer is told, all its events were published."""
-    publisher = EventPublisher(Endpoints("127.0.0.1", 0, 0), rank=0, epoch="e")
+    """When a token is told, the events of its step were published, however slow publishing is."""
+    order: list[str] = []
+
+    class SlowPublisher(EventPublisher):
+        def publish(self, events: tuple[Event, ...]) -> None:
+            if events:
+                time.sleep(0.02)
+                order.append("events")
+            super().publish(events)
+
+    class Box(Mailbox):
+        def put(self, index: int, token: int | None, finish: FinishReason | None) -> None:
+            order.append("token" if finish is None else "last token")
+            super().put(index, token, finish)
+
+    publisher = SlowPublisher(Endpoints("127.0.0.1", 0, 0), rank=0, epoch="e")
     async with running(StepRunner(), publisher=publisher) as engine:
-        for turn in range(20):
-            box = Mailbox(1)
-            prompt = tuple(range(turn * 10 + 1, turn * 10 + 9))
-            before = publisher._sequence
-            engine.submit(request(str(turn), prompt=prompt), mailbox=box, index=0)
-            await read_all(box)
-            told = publisher._sequence
-            assert told > before
-            assert (await engine.snapshot()).sequence == told - 1
+        box = Box(1)
+        engine.submit(request("a", tokens=4), mailbox=box, index=0)  # 5 + 3 computed tokens: two pages of 4
+        await read_all(box)
+        assert order == ["events", "token", "token", "token", "events", "last token"]
+        snapshot = await engine.snapshot()
+        assert snapshot is not None
+        assert snapshot.sequence == 1
 
 
 async def test_mailbox_merges_what_is_not_read() -> None:

@@ -7,7 +7,7 @@ import re
 
 import httpx
 import pytest
-from shim_process import metric
+from shim_process import metric, wait_until
 from tokenizers import Tokenizer
 
 from engine_shim.model.tokenizer import read_card
@@ -77,6 +77,15 @@ def test_stop_string_across_tokens(client: httpx.Client) -> None:
     assert stop in tokenizer.decode(choice["token_ids"])
     assert stop not in tokenizer.decode(choice["token_ids"][:-1])
     assert cut["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+def test_a_stop_string_ends_the_work(client: httpx.Client) -> None:
+    """The engine knows nothing of stop strings; once one was found it computes no further."""
+    whole = ask(client, max_tokens=8)["choices"][0]["text"]
+    before = metric(client, "vllm:generation_tokens_total")
+    ask(client, max_tokens=4000, ignore_eos=True, stop=whole[:10])
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, seconds=0.5)
+    assert metric(client, "vllm:generation_tokens_total") - before < 200
 
 
 def test_stop_token_ids(client: httpx.Client) -> None:
