@@ -304,16 +304,22 @@ class UpstreamPool:
 
     async def connect(self, target: Target) -> UpstreamConnection | Failure:
         """A new connection to the target."""
-        address = (target.host, target.port, target.tls)
+        connection = UpstreamConnection(self, (target.host, target.port, target.tls))
+        made = False
         try:
             async with asyncio.timeout(self.settings.connect_seconds):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: UpstreamConnection(self, address), target.host, target.port, ssl=target.tls or None
+                await asyncio.get_running_loop().create_connection(
+                    lambda: connection, target.host, target.port, ssl=target.tls or None
                 )
+            made = True
         except TimeoutError:
             return Failure(Outcome.TIMEOUT, "no connection to the worker in time")
         except OSError:
             return Failure(Outcome.CONNECT, "no connection to the worker")
+        finally:
+            if not made:
+                # uvloop closes the socket of a connect that was cancelled, but never says that it is lost.
+                self.lost(connection)
         return connection
 
     def give_back(self, connection: UpstreamConnection) -> None:

@@ -1,0 +1,217 @@
+"""Bodies of the OpenAI API: what is checked, the one edit, and usage read in passing."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.errors import BadRequest, UpstreamFailed
+from router.wire.openai import (
+    BodyTap,
+    Endpoint,
+    InferenceRequest,
+    StreamTap,
+    Usage,
+    error_event,
+    parse_request,
+    parse_usage,
+    with_field,
+)
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_request_is_read_and_kept() -> None:
+    """The fields a router needs are decoded; the body is kept as it came, unknown fields and all."""
+    body = json.dumps({**CHAT, "stream": True, "max_tokens": 7, "foo": {"temperature": 99}}, indent=3).encode()
+    request = parse_request(Endpoint.CHAT, body)
+    assert (request.model, request.stream, request.max_tokens, request.body) == ("m", True, 7, body)
+    assert request.fields["foo"] == {"temperature": 99}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6, "max_tokens": 5}, 6),
+        ({"max_tokens": "many"}, None),
+        ({"max_tokens": True}, None),
+    ],
+)
+def test_max_tokens(fields: dict[str, object], expected: int | None) -> None:
+    """The newer name wins; values of other types are left for the engine to judge."""
+    assert parse_request(Endpoint.CHAT, json.dumps({**CHAT, **fields}).encode()).max_tokens == expected
+
+
+@pytest.mark.parametrize("prompt", ["hi", "", ["a", "b"], [1, 2, 3], [[1], [2, 3]]])
+def test_prompts(prompt: object) -> None:
+    """Text, texts, token ids and lists of token ids are prompts."""
+    assert parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode()).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "code", "param"),
+    [
+        (Endpoint.CHAT, b"", "invalid_json", None),
+        (Endpoint.CHAT, b"{", "invalid_json", None),
+        (Endpoint.CHAT, b"[" * 100_000, "invalid_json", None),
+        (Endpoint.CHAT, b'{"model": "\xff"}', "invalid_json", None),
+        (Endpoint.CHAT, b"[1]", "invalid_json", None),
+        (Endpoint.CHAT, {"messages": [{}]}, "missing_required_parameter", "model"),
+        (Endpoint.CHAT, {"model": "", "messages": [{}]}, "missing_required_parameter", "model"),
+        (Endpoint.CHAT, {"model": 3, "messages": [{}]}, "invalid_type", "model"),
+        (Endpoint.CHAT, {"model": "m"}, "missing_required_parameter", "messages"),
+        (Endpoint.CHAT, {"model": "m", "messages": []}, "empty_array", "messages"),
+        (Endpoint.CHAT, {"model": "m", "messages": "hi"}, "invalid_type", "messages"),
+        (Endpoint.CHAT, {"model": "m", "messages": ["hi"]}, "invalid_type", "messages"),
+        (Endpoint.CHAT, {**CHAT, "stream": "yes"}, "invalid_type", "stream"),
+        (Endpoint.COMPLETIONS, {"model": "m"}, "missing_required_parameter", "prompt"),
+        (Endpoint.COMPLETIONS, {"model": "m", "prompt": []}, "empty_array", "prompt"),
+        (Endpoint.COMPLETIONS, {"model": "m", "prompt": 3}, "invalid_type", "prompt"),
+        (Endpoint.COMPLETIONS, {"model": "m", "prompt": [1, "a"]}, "invalid_type", "prompt"),
+        (Endpoint.COMPLETIONS, {"model": "m", "prompt": [True]}, "invalid_type", "prompt"),
+    ],
+)
+def test_bad_requests(endpoint: Endpoint, body: object, code: str, param: str | None) -> None:
+    """What the router cannot use is refused with a stable code and the name of the field."""
+    with pytest.raises(BadRequest) as caught:
+        parse_request(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+# --- the one edit ---------------------------------------------------------------------------------
+
+NAME = "routed_dp_rank"
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=12)
+    | st.sampled_from([NAME, '\\"', "{["]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6) | st.just(NAME), inner, max_size=3),
+    max_leaves=8,
+)
+SPACE = st.sampled_from(["", " ", "\n\t ", "\r\n"])
+
+
+def spelt(draw: st.DrawFn, key: str) -> str:
+    """A key as a JSON string, sometimes with every character escaped."""
+    if draw(st.booleans()):
+        return json.dumps(key)
+    units = key.encode("utf-16-be")
+    return '"' + "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)) + '"'
+
+
+@st.composite
+def members(draw: st.DrawFn) -> list[tuple[str, str, str, str]]:
+    """Members of an object, repetitions included: what stands before the value, key, value, what stands after."""
+    made = []
+    for _ in range(draw(st.integers(0, 5))):
+        key = draw(st.text(max_size=6) | st.just(NAME) | st.sampled_from(["model", "messages"]))
+        before = draw(SPACE) + spelt(draw, key) + draw(SPACE) + ":" + draw(SPACE)
+        made.append((before, key, json.dumps(draw(VALUES), ensure_ascii=draw(st.booleans())), draw(SPACE)))
+    return made
+
+
+@given(members(), SPACE, st.integers(0, 1000))
+def test_one_field_is_set_and_every_other_byte_kept(
+    made: list[tuple[str, str, str, str]], space: str, value: int
+) -> None:
+    """The decoded object differs in that field alone; the bytes are the body's with only its value changed."""
+
+    def document(*, change: bool) -> str:
+        texts = [before + (str(value) if change and key == NAME else text) + after for before, key, text, after in made]
+        inner = ",".join(texts) or space
+        if change and all(key != NAME for _, key, _, _ in made):
+            inner = f'"{NAME}":{value}' + ("," if made else "") + inner
+        return space + "{" + inner + "}" + space
+
+    body = document(change=False).encode()
+    fields = json.loads(body)
+    request = InferenceRequest(Endpoint.CHAT, "m", stream=False, max_tokens=None, fields=fields, body=body)
+    edited = with_field(request, NAME, value)
+    assert json.loads(edited) == {**fields, NAME: value}
+    assert edited == document(change=True).encode()
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+FULL = {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42, "prompt_tokens_details": {"cached_tokens": 32}}
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (FULL, Usage(40, 2, 32)),
+        ({"prompt_tokens": 40, "completion_tokens": 2}, Usage(40, 2, None)),
+        ({"prompt_tokens": 40, "completion_tokens": None, "prompt_tokens_details": None}, Usage(40, 0, None)),
+        ({"prompt_tokens": 40, "completion_tokens": 1, "prompt_tokens_details": {}}, Usage(40, 1, None)),
+        (None, None),
+        ("many", None),
+        ({"prompt_tokens": "x"}, None),
+    ],
+)
+def test_usage(usage: object, expected: Usage | None) -> None:
+    """Counts are read as engines write them; a malformed usage is no usage."""
+    assert parse_usage(json.dumps({"id": "x", "usage": usage, "choices": [1]}).encode()) == expected
+
+
+@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"[DONE]", b'{"id": 1}', b"\xff"])
+def test_no_usage(document: bytes) -> None:
+    """Anything else has no usage."""
+    assert parse_usage(document) is None
+
+
+def chunk(usage: object, text: str = "a") -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage}).encode() + b"\n\n"
+
+
+@given(st.lists(st.integers(0, 700), max_size=12))
+def test_usage_of_a_stream_wherever_it_is_split(cuts: list[int]) -> None:
+    """The last usage that is not null counts; text that looks like one does not; no byte is changed."""
+    stream = (
+        chunk({**FULL, "completion_tokens": 1})
+        + chunk(None, '{"usage": {"prompt_tokens": 1}}')
+        + chunk(FULL)
+        + b"data: [DONE]\n\n"
+    )
+    bounds = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    tap = StreamTap()
+    passed = b"".join(tap.feed(stream[start:end]) for start, end in pairwise(bounds))
+    assert passed + tap.flush() == stream
+    assert tap.usage == Usage(40, 2, 32)
+    assert tap.events == 4
+
+
+def test_usage_of_a_stream_without_its_last_blank_line() -> None:
+    """A stream that ends in the middle of a line still gives what it said."""
+    tap = StreamTap()
+    assert tap.feed(chunk(FULL)[:-1]) == b""
+    assert tap.flush() == chunk(FULL)[:-1]
+    assert tap.usage == Usage(40, 2, 32)
+
+
+def test_usage_of_a_whole_answer() -> None:
+    """A document in pieces is read once whole; one too long to keep passes unread."""
+    document = json.dumps({"text": "x" * 1000, "usage": FULL}).encode()
+    tap = BodyTap()
+    assert b"".join(tap.feed(document[at : at + 100]) for at in range(0, len(document), 100)) == document
+    assert tap.usage == Usage(40, 2, 32)
+    long = BodyTap()
+    long.feed(b'{"text": "' + b"x" * BodyTap.MAX_BYTES + b'", ')
+    long.feed(b'"usage": ' + json.dumps(FULL).encode() + b"}")
+    assert long.usage is None
+
+
+def test_error_as_an_event() -> None:
+    """An error within a stream is one event with the error object of the API."""
+    event = error_event(UpstreamFailed("gone"))
+    assert event.endswith(b"\n\n")
+    assert json.loads(event.removeprefix(b"data: ")) == {
+        "error": {"message": "gone", "type": "server_error", "param": None, "code": "upstream_failed"}
+    }
