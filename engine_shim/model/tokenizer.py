@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine_shim.model.config import ModelConfig, UnsupportedModelError, from_gguf, from_hugging_face
+from engine_shim.model.gguf_file import read_gguf_file
 
 NEEDLE = "needle"
 SMOLLM2 = "smollm2"
@@ -151,15 +152,9 @@ _GGUF_USER_DEFINED = 4
 
 
 def _read_gguf(path: Path, *, name: str) -> ModelCard:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise MissingExtraError("GGUF models need the engine extra: pip install 'homing[engine]'") from error
-    reader = GGUFReader(path)
-    fields: dict[str, object] = {
-        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
-    }
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    file = read_gguf_file(path)
+    fields = file.metadata
+    tied = all(tensor.name != "output.weight" for tensor in file.tensors)
     tokens = fields["tokenizer.ggml.tokens"]
     template = fields.get("tokenizer.chat_template")
     if not isinstance(tokens, list):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
 from engine_shim.model.decoder import LayerWeights, Weights
+from engine_shim.model.gguf_file import read_gguf_file
 
 # Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
 _TEXT_PREFIXES = ("language_model.", "model.language_model.")
@@ -53,17 +56,28 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_gguf(path: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """All tensors of a GGUF file of the llama architecture, dequantised to float32."""
+    """All tensors of a GGUF file of the llama architecture, as transformers lays them out."""
+    heads = {"q_proj.weight": config.heads, "k_proj.weight": config.kv_heads}
+    return {
+        name: _half_split(tensor, heads[kind]) if (kind := ".".join(name.split(".")[-2:])) in heads else tensor
+        for name, tensor in read_gguf_tensors(path).items()
+    }
+
+
+def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a GGUF file by transformers' names, dequantised to float32, in GGUF's own layout."""
+    data = np.memmap(path, mode="r")
     tensors = {}
-    for entry in gguf.GGUFReader(path).tensors:
-        # A copy: the reader's arrays are views of a read-only file.
-        tensor = torch.tensor(gguf.quants.dequantize(entry.data, entry.tensor_type))
-        name = _gguf_name(entry.name)
-        if name.endswith("q_proj.weight"):
-            tensor = _half_split(tensor, config.heads)
-        elif name.endswith("k_proj.weight"):
-            tensor = _half_split(tensor, config.kv_heads)
-        tensors[name] = tensor
+    for entry in read_gguf_file(path).tensors:
+        kind = gguf.GGMLQuantizationType(entry.kind)
+        shape = gguf.quant_shape_to_byte_shape(entry.shape, kind)
+        raw = data[entry.offset : entry.offset + math.prod(shape)].reshape(shape)
+        try:
+            values = gguf.quants.dequantize(raw, kind)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(f"GGUF tensor {entry.name!r}: {error}") from error
+        # A copy: float32 tensors would be views of the read-only file.
+        tensors[_gguf_name(entry.name)] = torch.tensor(values)
     return tensors
 
 
