@@ -38,7 +38,7 @@ class Provisional:
         bit = 1 << slot
         while held_blocks and self.dense.get(keys[held_blocks - 1], 0) & bit:
             held_blocks -= 1
-        tail = tuple(keys[len(keys) - tail_blocks :]) if tail_blocks else ()
+        tail = tuple(keys[max(0, len(keys) - tail_blocks) :])
         ticket = Ticket(slot=slot, epoch=self._epochs.get(slot, 0), keys=tuple(keys[held_blocks:]), tail=tail)
         self._enter(self.dense, slot, ticket.keys, in_tail=False)
         self._enter(self.tails, slot, ticket.tail, in_tail=True)

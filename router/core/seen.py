@@ -9,30 +9,33 @@ from router.core.usable import slots_of
 
 
 class SeenPrefixes:
-    """Keys of all earlier prompts, the oldest forgotten beyond ``max_keys``."""
+    """Keys of earlier prompts, at least the last ``max_keys / 2`` of them.
+
+    Two generations: when the young one is full, it becomes the old one and what was old is forgotten. A prompt enters
+    as a whole, so each generation holds whole prefixes.
+    """
 
     def __init__(self, *, max_keys: int = 2_000_000) -> None:
         self.max_keys = max_keys
-        self._keys: dict[int, None] = {}
+        self._young: set[int] = set()
+        self._old: set[int] = set()
 
     def blocks_seen(self, keys: Sequence[int]) -> int:
         """How many blocks from the start have been in an earlier prompt (by bisection: keys are chained)."""
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high) // 2
-            if keys[middle] in self._keys:
+            if keys[middle] in self._young or keys[middle] in self._old:
                 low = middle + 1
             else:
                 high = middle
         return low
 
     def add(self, keys: Sequence[int]) -> None:
-        """Remember the blocks of a prompt."""
-        self._keys.update(dict.fromkeys(keys))
-        excess = len(self._keys) - self.max_keys
-        if excess > 0:
-            for key in [key for key, _ in zip(self._keys, range(excess), strict=False)]:
-                del self._keys[key]
+        """Remember all blocks of a prompt, those seen before too: what is asked for again stays young."""
+        self._young.update(keys)
+        if 2 * len(self._young) >= self.max_keys:
+            self._old, self._young = self._young, set()
 
 
 class TextIndex:

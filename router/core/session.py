@@ -206,11 +206,9 @@ class SessionTable:
         for _ in range(len(self._bindings)):
             full = len(self._bindings) >= self.max_sessions
             key, binding = next(iter(self._bindings.items()))
-            if binding.inflight:
+            if binding.inflight and full:
                 self._bindings.move_to_end(key)  # in use at this moment
-                if not full:
-                    return
-            elif full or now - binding.used_at > self.idle_seconds:
+            elif not binding.inflight and (full or now - binding.used_at > self.idle_seconds):
                 del self._bindings[key]
             else:
                 return

@@ -131,6 +131,7 @@ class Fleet:
         member = self._members.pop(slot)
         if member.index is not None:
             member.index.remove_rank(slot)
+            member.index.provisional.forget(slot)
         self.loads.forget(slot)
         self.sessions.forget_slot(slot)
         self.texts.forget(slot)
@@ -193,6 +194,7 @@ class Fleet:
     def _join_index(self, member: Member, block_tokens: int) -> None:
         if member.index is not None:
             member.index.remove_rank(member.slot)
+            member.index.provisional.forget(member.slot)
         key = (member.models, block_tokens)
         if key not in self._indexes:
             self._indexes[key] = PrefixIndex(block_tokens=block_tokens, max_blocks=self._settings.max_index_blocks)

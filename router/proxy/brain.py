@@ -17,7 +17,7 @@ from router.core.pace import judge
 from router.core.policy import make_policy
 from router.core.provisional import Ticket
 from router.core.seen import SeenPrefixes
-from router.core.session import identify
+from router.core.session import Binding, identify
 from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
 from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet, Member
@@ -72,7 +72,7 @@ class RouterBrain:
         self._rng = random.Random(settings.seed)
         self._tokenizers: dict[str, PromptTokenizer] = {}
         self._aliases: dict[str, str] = {}
-        self._seen = SeenPrefixes()
+        self._seen: dict[str, SeenPrefixes] = {}
         self._expiring: deque[tuple[float, PrefixIndex, Ticket]] = deque()
 
     # --- what the router knows of models ------------------------------------------------------------
@@ -167,7 +167,8 @@ class RouterBrain:
     def _reusable(self, prepared: PreparedRequest) -> Mapping[int, int]:
         if prepared.tokens is None:
             sent = self._fleet.texts.blocks_sent(prepared.text_keys)
-            return {slot: blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN for slot, blocks in sent.items()}
+            most = prepared.prompt_tokens - 1
+            return {slot: min(most, blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN) for slot, blocks in sent.items()}
         reusable: dict[int, int] = {}
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
@@ -183,16 +184,21 @@ class RouterBrain:
             seconds=decision.expected_prefill_seconds,
             now=now,
         )
+        binding = None
         if prepared.session is not None:
-            fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
+            binding = fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
         entry = None
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
         elif (index := member.index) is not None:
-            new = prepared.keys(index.block_tokens)[decision.expected_cached_tokens // index.block_tokens :]
-            tail_blocks = index.tail_blocks(decision.slot)
-            entry = (index, index.provisional.add(decision.slot, new, tail_blocks=tail_blocks))
-        return _Lease(self, prepared, decision, member, claim, entry)
+            ticket = index.provisional.add(
+                decision.slot,
+                prepared.keys(index.block_tokens),
+                tail_blocks=index.tail_blocks(decision.slot),
+                held_blocks=decision.expected_cached_tokens // index.block_tokens,
+            )
+            entry = (index, ticket)
+        return _Lease(self, prepared, decision, member, claim, binding, entry)
 
     def _ideal_tokens(self, prepared: PreparedRequest) -> int:
         """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
@@ -201,9 +207,10 @@ class RouterBrain:
             return 0
         block_tokens = min(index.block_tokens for index in indexes)
         keys = prepared.keys(block_tokens)
-        seen = self._seen.blocks_seen(keys)
-        self._seen.add(keys[seen:])
-        return min(seen, (prepared.prompt_tokens - 1) // block_tokens) * block_tokens
+        earlier = self._seen.setdefault(prepared.model, SeenPrefixes())
+        seen = earlier.blocks_seen(keys)
+        earlier.add(keys)
+        return min(seen, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
 
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
@@ -225,8 +232,8 @@ class RouterBrain:
         now = self._fleet.clock()
         prepared = lease.prepared
         self._fleet.loads.close(lease.claim, now=now)
-        if prepared.session is not None:
-            self._fleet.sessions.finish(prepared.model, prepared.session, now=now)
+        if prepared.session is not None and lease.binding is not None:
+            self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
         if lease.entry is not None:
             index, ticket = lease.entry
             if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
@@ -234,13 +241,15 @@ class RouterBrain:
             else:
                 index.provisional.drop(ticket)
         if outcome is Outcome.OK and usage is not None and usage.cached_tokens is not None:
-            self._compare(lease, usage, actual_tokens=usage.cached_tokens)
+            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
+            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
+            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
 
-    def _compare(self, lease: _Lease, usage: Usage, *, actual_tokens: int) -> None:
+    def _compare(self, lease: _Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
         metrics, member, decision = self._metrics, lease.member, lease.decision
         labels = member.labels
         predicted = decision.expected_cached_tokens
-        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.prompt_tokens.labels(*labels).inc(prompt_tokens)
         metrics.cached_tokens.labels(*labels).inc(actual_tokens)
         metrics.predicted_tokens.labels(*labels).inc(predicted)
         metrics.best_tokens.labels(*labels).inc(decision.best_cached_tokens)
@@ -259,7 +268,7 @@ class RouterBrain:
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
-    __slots__ = ("_brain", "_open", "claim", "decision", "entry", "member", "prepared")
+    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "entry", "member", "prepared")
 
     def __init__(
         self,
@@ -268,6 +277,7 @@ class _Lease:
         decision: Decision,
         member: Member,
         claim: Claim,
+        binding: Binding | None,
         entry: tuple[PrefixIndex, Ticket] | None,
     ) -> None:
         self._brain = brain
@@ -276,6 +286,7 @@ class _Lease:
         self.decision = decision
         self.member = member
         self.claim = claim
+        self.binding = binding
         self.entry = entry
 
     def first_byte(self) -> None:

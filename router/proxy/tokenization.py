@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.parser
 import jinja2.sandbox
+from jinja2 import nodes
 from tokenizers import Tokenizer
 
 from router.errors import BadRequest, ConfigError
@@ -23,6 +27,8 @@ from router.wire.openai import Endpoint, InferenceRequest
 
 #: Rendered text whose token ids are remembered, per model.
 MAX_REMEMBERED_CHARS = 64 * 1024 * 1024
+#: What a template's own expressions raise on values they were not made for.
+_TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -30,41 +36,37 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, variables: Mapping[str, str]) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._takes_parts = _loops_over_content(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not parse: {error}") from error
         self._variables = dict(variables)
-        self._takes_parts = "content" in source and (
-            "message['content'] is string" in source or "is not string" in source
-        )
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """The prompt text of a chat request. Raises ``BadRequest`` if the template refuses the messages."""
-        messages = fields["messages"]
-        if not self._takes_parts:
-            messages = [_flat(message) for message in messages]
         extra = fields.get("chat_template_kwargs")
+        values = {
+            **self._variables,
+            "documents": fields.get("documents"),
+            "add_generation_prompt": fields.get("add_generation_prompt", True),
+            **(extra if isinstance(extra, Mapping) else {}),
+            "messages": [_plain(message, keep_parts=self._takes_parts) for message in fields["messages"]],
+            "tools": fields.get("tools") or None,
+        }
         try:
-            return self._template.render(
-                **self._variables,
-                messages=messages,
-                tools=fields.get("tools") or None,
-                documents=fields.get("documents"),
-                add_generation_prompt=fields.get("add_generation_prompt", True),
-                **(extra if isinstance(extra, Mapping) else {}),
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            return self._template.render(values)
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
 
 class PromptTokenizer:
-    """One model's tokenizer and template. Used from one thread at a time."""
+    """One model's tokenizer and template. Any thread may encode: the pieces' memory has a lock."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -72,6 +74,7 @@ class PromptTokenizer:
         self._cut = _special_token_cut(tokenizer)
         self._pieces: OrderedDict[str, array[int]] = OrderedDict()
         self._remembered_chars = 0
+        self._lock = threading.Lock()
 
     @classmethod
     def from_files(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> PromptTokenizer:
@@ -121,16 +124,19 @@ class PromptTokenizer:
         return ids
 
     def _encode_piece(self, piece: str) -> array[int]:
-        known = self._pieces.get(piece)
-        if known is not None:
-            self._pieces.move_to_end(piece)
-            return known
+        with self._lock:
+            known = self._pieces.get(piece)
+            if known is not None:
+                self._pieces.move_to_end(piece)
+                return known
         ids = array("I", self._tokenizer.encode(piece, add_special_tokens=False).ids)
-        self._pieces[piece] = ids
-        self._remembered_chars += len(piece)
-        while self._remembered_chars > MAX_REMEMBERED_CHARS:
-            oldest, _ = self._pieces.popitem(last=False)
-            self._remembered_chars -= len(oldest)
+        with self._lock:
+            if piece not in self._pieces:
+                self._remembered_chars += len(piece)
+            self._pieces[piece] = ids
+            while self._remembered_chars > MAX_REMEMBERED_CHARS:
+                oldest, _ = self._pieces.popitem(last=False)
+                self._remembered_chars -= len(oldest)
         return ids
 
 
@@ -146,37 +152,80 @@ def _special_token_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         return None
     if (description.get("normalizer") or {"type": "NFC"})["type"] not in ("NFC", "NFKC", "NFD", "NFKD"):
         return None
+    added = description.get("added_tokens", ())
     plain = [
         token["content"]
-        for token in description.get("added_tokens", ())
+        for token in added
         if token["special"] and not (token["lstrip"] or token["rstrip"] or token["single_word"] or token["normalized"])
     ]
-    if not plain:
+    others = [token["content"] for token in added if token["content"] not in plain]
+    if not plain or any(token["single_word"] for token in added):
+        return None
+    if any(_overlap(cut, other) for cut in plain for other in others):
         return None
     return re.compile("(" + "|".join(map(re.escape, sorted(plain, key=len, reverse=True))) + ")")
 
 
-def _token_ids(prompt: object) -> array[int] | None:
-    if not isinstance(prompt, list) or not prompt:
-        return None
-    try:
-        return array("I", prompt)
-    except (TypeError, OverflowError):
-        return None
+def _overlap(cut: str, other: str) -> bool:
+    """Whether a text can hold both so that they share characters: then the one that comes first hides the other."""
+    if cut in other or other in cut:
+        return True
+    shorter = min(len(cut), len(other))
+    return any(other.endswith(cut[:size]) or cut.endswith(other[:size]) for size in range(1, shorter))
 
 
-def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a list of text parts, as one string (the engines join them by line breaks)."""
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``: marks what training learns from; in a prompt it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _loops_over_content(template: nodes.Template) -> bool:
+    """Whether the template itself walks a message's list of parts. vLLM decides alike what to give it."""
+
+    def is_content(node: nodes.Node) -> bool:
+        match node:
+            case nodes.Filter(node=nodes.Expr() as inner):
+                return is_content(inner)
+            case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+                return True
+            case nodes.Name(name=name):
+                return name in named
+        return False
+
+    named: set[str] = set()
+    for assigned in template.find_all(nodes.Assign):
+        if isinstance(assigned.target, nodes.Name) and is_content(assigned.node):
+            named.add(assigned.target.name)
+    return any(is_content(loop.iter) for loop in template.find_all(nodes.For))
+
+
+def _plain(message: Mapping[str, Any], *, keep_parts: bool) -> Mapping[str, Any]:
+    """A message as engines hand it to a template: no content is empty content, and parts that the template does not
+    walk itself are one string, joined by line breaks.
+    """
     content = message.get("content")
-    if not isinstance(content, Sequence) or isinstance(content, str):
+    if content is None:
+        return {**message, "content": ""}
+    if keep_parts or not isinstance(content, list):
         return message
-    texts = [part.get("text", "") for part in content if isinstance(part, Mapping)]
+    texts = (part.get("text", "") if isinstance(part, Mapping) else part for part in content)
     return {**message, "content": "\n".join(map(str, texts))}
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> None:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
