@@ -16,6 +16,8 @@ from engine_shim.types import Sampling
 
 _S = TypeVar("_S", bound=msgspec.Struct)
 Message = dict[str, object]
+#: vLLM's bound: dividing logits by less than this leaves only the likeliest token anyway.
+_GREEDY_BELOW = 1e-5
 
 
 class ApiError(Exception):
@@ -89,7 +91,7 @@ class _Generation(msgspec.Struct, kw_only=True, frozen=True):
             raise ApiError(f"top_p must be in (0, 1], got {top_p}", param="top_p")
         return Sampling(
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_p=top_p,
             seed=self.seed,
             stop_token_ids=frozenset(self.stop_token_ids or ()),

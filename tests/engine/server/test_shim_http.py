@@ -10,6 +10,7 @@ import pytest
 from shim_process import metric, wait_until
 from tokenizers import Tokenizer
 
+from engine_shim.api import CompletionRequest, decode
 from engine_shim.model.tokenizer import read_card
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from the old house on the hill "
@@ -210,6 +211,13 @@ def test_max_tokens_defaults_and_limits(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json={"prompt": "a"}).json()["usage"]["completion_tokens"] == 16
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "max_completion_tokens": 3}
     assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 1.0), (0, 0.0), (1e-320, 0.0), (0.5, 0.5)])
+def test_temperature(asked: float | None, used: float) -> None:
+    """OpenAI's default is 1; what is too small to divide by is greedy."""
+    body = json.dumps({"prompt": "a", "temperature": asked}).encode()
+    assert decode(body, CompletionRequest).sampling(max_tokens=1).temperature == used
 
 
 BAD = [
