@@ -15,7 +15,7 @@ import zmq.asyncio
 from structlog.typing import FilteringBoundLogger
 from zmq.utils.monitor import recv_monitor_message
 
-from router.core.continuity import Continuity, advance
+from router.core.continuity import Continuity, Phase, advance
 from router.core.continuity_types import (
     Apply,
     AskFailed,
@@ -106,6 +106,7 @@ class EventStream:
             has_replay=source.replay_endpoint is not None,
             has_snapshot=snapshot is not None and source.snapshot_path is not None,
         )
+        self.is_synchronized = asyncio.Event()  # set once the picture is as whole as it can be had
         self._tasks: asyncio.TaskGroup | None = None
         self._ask: asyncio.Task[None] | None = None
         self._last_ask_at = -1e9
@@ -189,6 +190,8 @@ class EventStream:
 
     def _feed(self, event: Event) -> None:
         self._state, actions = advance(self._state, event)
+        if self._state.phase is Phase.LIVE:
+            self.is_synchronized.set()
         for action in actions:
             match action:
                 case Apply(batch):

@@ -28,6 +28,8 @@ from router.wire.kv_events import Snapshot
 
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 10.0
+#: A worker joins with its cache known, so that a router that starts anew sends nobody away from home; but it joins.
+_SYNCHRONIZE_SECONDS = 3.0
 
 
 class Ranks(Picture, Protocol):
@@ -218,6 +220,11 @@ class Registry:
             await self._hooks.on_worker_ready(worker)
         except HomingError as error:
             self._log.warning("worker joins without its tokenizer or checks", worker=worker.name, reason=str(error))
+        synchronized = [asyncio.ensure_future(stream.is_synchronized.wait()) for stream in worker.streams]
+        if synchronized:
+            _, late = await asyncio.wait(synchronized, timeout=_SYNCHRONIZE_SECONDS)
+            for waiting in late:
+                waiting.cancel()
         self._show(worker, RankStatus.READY, "")
 
     async def _watch(self, worker: Worker) -> None:
