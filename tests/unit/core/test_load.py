@@ -1,0 +1,212 @@
+"""Claims against a model that keeps every claim in a plain list and counts anew each time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from router.core.load import RECENT_HALF_LIFE_SECONDS, Claim, LoadBook, recent_seconds, wait_seconds
+
+SLOTS = (0, 1, 2)
+
+
+@dataclass(eq=False)
+class Known:
+    """A claim as the model sees it. ``life`` counts the ranks that its slot has had."""
+
+    slot: int
+    life: int
+    prompt_tokens: int
+    prefill_tokens: int
+    seconds: float
+    waiting: bool = True
+    open: bool = True
+
+
+class LoadMachine(RuleBasedStateMachine):
+    """Any order of open, first byte, close and forget, each as often as it likes."""
+
+    claims = Bundle("claims")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LoadBook()
+        self.now = 0.0
+        self.lives = dict.fromkeys(SLOTS, 0)
+        self.known: list[Known] = []
+        self.opened: list[Claim] = []
+
+    def tick(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+    @rule(
+        target=claims,
+        slot=st.sampled_from(SLOTS),
+        cached=st.integers(0, 1000),
+        uncached=st.integers(0, 1000),
+        seconds=st.floats(0, 100),
+        step=st.floats(0, 10),
+    )
+    def open(self, slot: int, cached: int, uncached: int, seconds: float, step: float) -> tuple[Claim, Known]:
+        prompt = cached + uncached
+        claim = self.book.open(
+            slot, prompt_tokens=prompt, prefill_tokens=uncached, seconds=seconds, now=self.tick(step)
+        )
+        known = Known(slot, self.lives[slot], prompt, uncached, seconds)
+        self.known.append(known)
+        self.opened.append(claim)
+        return claim, known
+
+    @rule(pair=claims, step=st.floats(0, 10))
+    def first_byte(self, pair: tuple[Claim, Known], step: float) -> None:
+        claim, known = pair
+        served = self.book.first_byte(claim, now=self.tick(step))
+
+        assert known.waiting or served is None
+        assert served is None or served >= 0
+        known.waiting = False
+
+    @rule(pair=claims, step=st.floats(0, 10))
+    def close(self, pair: tuple[Claim, Known], step: float) -> None:
+        claim, known = pair
+        self.book.close(claim, now=self.tick(step))
+        known.waiting = known.open = False
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def forget(self, slot: int) -> None:
+        self.book.forget(slot)
+        self.lives[slot] += 1
+
+    @invariant()
+    def counts_are_the_sums_over_open_claims(self) -> None:
+        for slot in SLOTS:
+            mine = [each for each in self.known if each.slot == slot and each.life == self.lives[slot] and each.open]
+            waiting = [each for each in mine if each.waiting]
+            load = self.book.load(slot)
+
+            assert (load.inflight, load.inflight_tokens) == (len(mine), sum(each.prompt_tokens for each in mine))
+            assert (load.waiting, load.waiting_tokens) == (
+                len(waiting),
+                sum(each.prefill_tokens for each in waiting),
+            )
+            assert math.isclose(load.waiting_seconds, sum(each.seconds for each in waiting), abs_tol=1e-9)
+            assert 0 <= wait_seconds(load, now=self.now) <= load.waiting_seconds + 1e-9
+
+    def teardown(self) -> None:
+        for claim in self.opened:
+            self.book.close(claim, now=self.now)
+        for slot in SLOTS:
+            load = self.book.load(slot)
+            counts = (load.inflight, load.inflight_tokens, load.waiting, load.waiting_tokens, load.waiting_seconds)
+            assert counts == (0, 0, 0, 0, 0.0)
+
+
+LoadMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_any_order_of_events_keeps_the_counts = LoadMachine.TestCase
+
+
+def claim(book: LoadBook, *, now: float, seconds: float = 1.0, slot: int = 0) -> Claim:
+    return book.open(slot, prompt_tokens=100, prefill_tokens=80, seconds=seconds, now=now)
+
+
+def test_a_first_byte_measures_service_without_the_queue() -> None:
+    """Three prompts at t=0 whose first bytes come at 2, 5 and 6 were served 2, 3 and 1 seconds."""
+    book = LoadBook()
+    claims = [claim(book, now=0.0) for _ in range(3)]
+
+    assert [book.first_byte(each, now=now) for each, now in zip(claims, (2.0, 5.0, 6.0), strict=True)] == [2, 3, 1]
+
+
+def test_a_rank_that_was_idle_serves_from_arrival() -> None:
+    """The pause before a request is no service."""
+    book = LoadBook()
+    book.first_byte(claim(book, now=0.0), now=2.0)
+
+    assert book.first_byte(claim(book, now=100.0), now=103.0) == 3.0
+
+
+def test_overtaking_says_nothing_of_speed() -> None:
+    """A first byte out of turn is no measurement."""
+    book = LoadBook()
+    claim(book, now=0.0)
+
+    assert book.first_byte(claim(book, now=0.0), now=1.0) is None
+
+
+def test_one_that_gives_up_in_the_queue_does_not_disturb_the_one_served() -> None:
+    """A client that leaves at t=9 while another's prefill runs from 0 to 10: that took ten seconds, not one."""
+    book = LoadBook()
+    served = claim(book, now=0.0, seconds=8.0)
+    waiting = claim(book, now=0.0, seconds=4.0)
+    book.close(waiting, now=9.0)
+
+    assert wait_seconds(book.load(0), now=9.0) == 0.0  # 8 s were promised, 9 have passed
+    assert book.first_byte(served, now=10.0) == 10.0
+
+
+def test_one_that_gives_up_while_served_hands_over_to_the_next() -> None:
+    """Service of the next begins when the one before leaves."""
+    book = LoadBook()
+    leaving, following = claim(book, now=0.0), claim(book, now=0.0)
+    book.close(leaving, now=9.0)
+
+    assert book.first_byte(following, now=10.0) == 1.0
+
+
+def test_waiting_shrinks_while_the_rank_works() -> None:
+    """10 s promised at t=0, 4 s later 6 remain, and never less than none."""
+    book = LoadBook()
+    claim(book, now=0.0, seconds=10.0)
+    load = book.load(0)
+
+    assert [wait_seconds(load, now=now) for now in (0.0, 4.0, 11.0)] == [10.0, 6.0, 0.0]
+
+
+def test_recent_work_halves_in_its_half_life() -> None:
+    """8 s of work: 4 after one half-life, and 4 + 8 once the same again is sent."""
+    book = LoadBook()
+    claim(book, now=0.0, seconds=8.0)
+    assert recent_seconds(book.load(0), now=RECENT_HALF_LIFE_SECONDS) == pytest.approx(4.0)
+
+    claim(book, now=RECENT_HALF_LIFE_SECONDS, seconds=8.0)
+    assert recent_seconds(book.load(0), now=RECENT_HALF_LIFE_SECONDS) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_the_end_of_a_claim_on_a_rank_that_left_spares_its_successor(began: bool) -> None:
+    """A slot is given again at once; what the old rank had open is not the new rank's."""
+    book = LoadBook()
+    old = claim(book, now=0.0)
+    if began:
+        book.first_byte(old, now=1.0)
+    book.forget(0)
+    claim(book, now=2.0)
+    book.close(old, now=3.0)
+
+    load = book.load(0)
+    assert (load.inflight, load.inflight_tokens, load.waiting, load.waiting_tokens) == (1, 100, 1, 80)
+
+
+def test_leaving_a_long_queue_is_cheap_wherever_one_stands() -> None:
+    """Forty times as many waiting, and leaving from the middle costs about the same each, not forty times."""
+
+    def seconds_each(waiting: int) -> float:
+        best = math.inf
+        for _ in range(5):
+            book = LoadBook()
+            claims = [claim(book, now=0.0) for _ in range(waiting)]
+            claims = claims[waiting // 2 :] + claims[: waiting // 2]
+            begin = time.perf_counter()
+            for each in reversed(claims):
+                book.close(each, now=1.0)
+            best = min(best, (time.perf_counter() - begin) / waiting)
+        return best
+
+    assert seconds_each(20_000) < 10 * seconds_each(500)

@@ -1,0 +1,352 @@
+"""Who is asking: names of headers and fields as the clients send them, and where sessions are at home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.session import MAX_ID_CHARS, SessionTable, conversation_head, identify
+from router.core.types import SessionKey
+
+UUID = "0b0c7f4e-93a5-4c6e-9a1a-1f2e3d4c5b6a"
+
+#: From the strongest signal to the weakest: the order of the documentation, written out once more by hand.
+SIGNALS: tuple[tuple[str, Mapping[str, str], Mapping[str, object]], ...] = (
+    ("configured", {"x-my-company": "configured"}, {}),
+    ("homing", {"x-homing-session-id": "homing"}, {}),
+    ("dynamo", {"x-dynamo-session-id": "dynamo"}, {}),
+    ("smg", {"x-smg-routing-key": "smg"}, {}),
+    ("claude", {"x-claude-code-session-id": "claude"}, {}),
+    ("codex-thread", {"thread-id": "codex-thread"}, {}),
+    ("codex", {"session-id": "codex"}, {}),
+    ("codex-old", {"session_id": "codex-old"}, {}),
+    ("opencode", {"x-session-affinity": "opencode"}, {}),
+    ("vllm", {"x-session-id": "vllm"}, {}),
+    ("opencode-gateway", {"x-opencode-session": "opencode-gateway"}, {}),
+    ("grok", {"x-grok-conv-id": "grok"}, {}),
+    ("litellm", {"x-litellm-session-id": "litellm"}, {}),
+    ("aiperf", {"x-correlation-id": "aiperf"}, {}),
+    ("cache-key", {}, {"prompt_cache_key": "cache-key"}),
+    ("sglang", {}, {"session_id": "sglang"}),
+    ("conversation", {}, {"conversation_id": "conversation"}),
+    ("params", {}, {"session_params": {"session_id": "params"}}),
+    ("metadata", {}, {"metadata": {"session_id": "metadata"}}),
+    ("user", {}, {"user": "user"}),
+)
+
+
+def named(headers: Mapping[str, str], fields: Mapping[str, object] | None = None, **options: object) -> str | None:
+    """The session's id alone."""
+    key = identify(headers, fields or {}, tenant="t", **options)  # type: ignore[arg-type]
+    return key.session if key is not None else None
+
+
+@pytest.mark.parametrize(("name", "headers", "fields"), SIGNALS, ids=[signal[0] for signal in SIGNALS])
+def test_each_signal_names_the_session_alone(
+    name: str, headers: Mapping[str, str], fields: Mapping[str, object]
+) -> None:
+    """Every header and field that a client is known to send is recognised."""
+    assert named(headers, fields, first=("x-my-company",)) == name
+
+
+@pytest.mark.parametrize("place", range(len(SIGNALS)))
+def test_the_stronger_signal_wins(place: int) -> None:
+    """With a signal and all weaker ones present, in whatever order they were sent, the strongest decides."""
+    headers: dict[str, str] = {}
+    fields: dict[str, object] = {}
+    for _, more_headers, more_fields in reversed(SIGNALS[place:]):
+        headers |= more_headers
+        fields |= more_fields
+
+    assert named(headers, fields, first=("x-my-company",)) == SIGNALS[place][0]
+
+
+def test_configured_names_are_compared_without_case() -> None:
+    """An operator writes a header as it is documented; it arrives in lower case."""
+    assert named({"x-my-company": "7"}, first=("X-My-Company",)) == "7"
+
+
+@pytest.mark.parametrize("header", ["authorization", "Cookie", "x-api-key", "api-key", "proxy-authorization"])
+def test_credentials_name_nobody(header: str) -> None:
+    """Not by themselves and not when an operator asks for it."""
+    headers = {header.lower(): "Bearer sk-secret"}
+
+    assert named(headers) is None
+    assert named(headers, first=(header,)) is None
+    assert named({**headers, "x-session-id": "s"}, first=(header,)) == "s"
+
+
+def test_headers_of_others_name_nobody() -> None:
+    """Ids of one request, and the parent's session, are not this session's name."""
+    strangers = {
+        "x-request-id": "1",
+        "x-dynamo-parent-session-id": "2",
+        "x-parent-session-id": "3",
+        "x-session-id-hint": "4",
+        "x-claude-code-parent-agent-id": "5",
+        "traceparent": "6",
+    }
+
+    assert identify(strangers, {}, tenant="t") is None
+
+
+def test_an_empty_signal_is_no_signal() -> None:
+    """A client that sends a blank id has none."""
+    assert named({"x-session-id": "", "x-correlation-id": "c"}) == "c"
+    assert named({}, {"prompt_cache_key": "", "session_id": "", "user": "u"}) == "u"
+
+
+def test_a_subagent_of_claude_code_is_another_session() -> None:
+    """Its agent id stands beside the session's, whichever signal named that."""
+    main = {"x-claude-code-session-id": UUID}
+    agent = {**main, "x-claude-code-agent-id": "a1"}
+
+    assert identify(main, {}, tenant="t") == SessionKey("t", UUID, "")
+    assert identify(agent, {}, tenant="t") == SessionKey("t", UUID, "a1")
+
+
+@pytest.mark.parametrize(
+    "user_id",
+    [
+        f"user_5f1c_account_77_session_{UUID}",
+        f"user_5f1c_account__session_{UUID}",
+        f'{{"device_id":"d","account_uuid":"a","session_id":"{UUID}"}}',
+    ],
+    ids=["old", "old-without-account", "json"],
+)
+def test_claude_codes_user_id_holds_a_session(user_id: str) -> None:
+    """Gateways drop its headers, so the session is read from ``metadata.user_id``, old form and new."""
+    assert named({}, {"metadata": {"user_id": user_id}, "user": "weaker"}) == UUID
+
+
+@pytest.mark.parametrize(
+    "user_id", ["plain", "{", "{}", "[1]", '{"session_id": 7}', "user_session_", "{" + "[" * 200_000]
+)
+def test_a_user_id_without_a_session_is_passed_over(user_id: str) -> None:
+    """A user is no session: many conversations share it."""
+    assert named({}, {"metadata": {"user_id": user_id}}) is None
+
+
+def test_tenants_are_apart() -> None:
+    """Two tenants may use one id."""
+    one, two = (identify({"x-session-id": "s"}, {}, tenant=tenant) for tenant in ("a", "b"))
+
+    assert one != two
+    assert (one, two) == (SessionKey("a", "s"), SessionKey("b", "s"))
+
+
+def test_long_ids_are_bounded_and_still_different() -> None:
+    """A megabyte of id costs the table a hash; equal ids stay equal, others apart."""
+    exact, long, other = "x" * MAX_ID_CHARS, "x" * 1_000_000, "x" * 999_999 + "y"
+
+    assert named({"x-session-id": exact}) == exact
+    names = [named({"x-session-id": value}) or "" for value in (long, other, long)]
+    assert names[0] == names[2] != names[1]
+    assert max(map(len, names)) <= MAX_ID_CHARS
+    agent = identify({"x-session-id": "s", "x-claude-code-agent-id": long}, {}, tenant="t")
+    assert agent is not None
+    assert len(agent.agent) <= MAX_ID_CHARS
+
+
+@pytest.mark.parametrize("value", ["a\x00b", "a\nb", "\ud800", "\ud800" * 1000])
+def test_ids_that_cannot_be_printed_are_hashed(value: str) -> None:
+    """What reaches logs, rings and the admin plane is printable and has an encoding."""
+    name = named({}, {"prompt_cache_key": value})
+
+    assert name is not None
+    assert name.isprintable()
+    assert name.encode()
+
+
+# --- conversations without a name ----------------------------------------------------------------
+
+
+def chat(*turns: tuple[str, object]) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+START = (("system", "You are helpful."), ("user", "Hello"))
+
+
+def test_a_keyless_conversation_keeps_its_name_over_its_turns() -> None:
+    """What follows the first user message does not matter."""
+    first = identify({}, chat(*START), tenant="t")
+    later = identify({}, chat(*START, ("assistant", "Hi!"), ("user", "And now?")), tenant="t")
+
+    assert first is not None
+    assert first == later
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (("system", "You are helpful."), ("user", "Hello!")),
+        (("system", "You are rude."), ("user", "Hello")),
+        (("user", "You are helpful."), ("user", "Hello")),
+        (("system", "You are helpful.Hello"), ("user", "")),
+        (("system", ""), ("user", "You are helpful.Hello")),
+    ],
+)
+def test_conversations_with_other_heads_have_other_names(other: tuple[tuple[str, object], ...]) -> None:
+    """Text, role and the border between messages count."""
+    assert conversation_head(chat(*other)) != conversation_head(chat(*START))
+
+
+def test_parts_and_text_are_read() -> None:
+    """A list of text parts differs by its texts."""
+    one, two = ([{"type": "text", "text": text}] for text in ("a", "b"))
+
+    assert conversation_head(chat(("user", one))) == conversation_head(chat(("user", one), ("assistant", "x")))
+    assert conversation_head(chat(("user", one))) != conversation_head(chat(("user", two)))
+
+
+@pytest.mark.parametrize("as_part", [False, True])
+def test_a_billing_line_does_not_rename_the_conversation(as_part: bool) -> None:
+    """Claude Code's first system line changes every turn and is left out of the name."""
+
+    def system(checksum: str) -> object:
+        line = f"x-anthropic-billing-header: cc_version=2.1.15.1f2; cc_entrypoint=cli; cch={checksum};"
+        if as_part:
+            return [{"type": "text", "text": line}, {"type": "text", "text": "You are Claude Code."}]
+        return f"{line}\nYou are Claude Code."
+
+    heads = {conversation_head(chat(("system", system(checksum)), START[1])) for checksum in ("00000", "fa690")}
+    other = conversation_head(chat(("system", "You are somebody else."), START[1]))
+
+    assert len(heads) == 1
+    assert heads != {other}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"prompt": "Once upon"}, {"messages": "hi"}, {"messages": []}, {"messages": [7]}, chat(("system", "only"))],
+)
+def test_without_a_user_message_nothing_names_the_conversation(fields: Mapping[str, object]) -> None:
+    """A plain prompt or a broken list has no stable head."""
+    assert identify({}, fields, tenant="t") is None
+
+
+def nested(depth: int) -> object:
+    value: object = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+) | st.just(nested(5000))
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "prompt_cache_key": JUNK,
+            "session_id": JUNK,
+            "session_params": JUNK | st.fixed_dictionaries({"session_id": JUNK}),
+            "metadata": JUNK | st.fixed_dictionaries({"session_id": JUNK, "user_id": JUNK}),
+            "user": JUNK,
+            "messages": JUNK
+            | st.lists(
+                st.fixed_dictionaries(
+                    {"role": JUNK | st.just("user"), "content": JUNK | st.lists(st.fixed_dictionaries({"text": JUNK}))}
+                )
+            ),
+        },
+    )
+)
+def test_junk_never_raises(fields: dict[str, object]) -> None:
+    """Whatever JSON a client sends, there is a bounded name or none."""
+    key = identify({}, fields, tenant="t")
+
+    assert key is None or (0 < len(key.session) <= MAX_ID_CHARS and key.session.encode())
+
+
+# --- homes ------------------------------------------------------------------------------------------
+
+
+def key(number: int) -> SessionKey:
+    return SessionKey("t", f"s{number}")
+
+
+def serve(table: SessionTable, number: int, *, slot: int, now: float) -> None:
+    """One request that begins and ends at once."""
+    table.finish("m", key(number), table.start("m", key(number), slot=slot, now=now), now=now)
+
+
+def test_a_session_is_at_home_where_it_was_served_last() -> None:
+    """Per model: the same session of another model has another home."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=3, now=0)
+
+    assert table.home("m", key(1), now=1) == 3
+    assert table.home("other", key(1), now=1) is None
+    serve(table, 1, slot=5, now=2)
+    assert table.home("m", key(1), now=3) == 5
+
+
+def test_the_least_recently_used_session_goes_first() -> None:
+    """Use counts from a request's end: a long one keeps its session young."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    long = table.start("m", key(0), slot=0, now=0)
+    serve(table, 1, slot=0, now=1)
+    serve(table, 2, slot=0, now=2)
+    table.finish("m", key(0), long, now=3)
+    serve(table, 3, slot=0, now=4)
+
+    assert [number for number in range(4) if table.home("m", key(number), now=5) is not None] == [0, 2, 3]
+    assert len(table) == 3
+
+
+def test_a_running_session_is_never_pushed_out() -> None:
+    """However many others come, and the table keeps its bound by pushing out idle ones."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    table.start("m", key(0), slot=7, now=0)
+    for number in range(1, 50):
+        serve(table, number, slot=0, now=number)
+
+    assert table.home("m", key(0), now=50) == 7
+    assert len(table) == 3
+
+
+def test_idleness_ends_a_home_but_not_before_its_request() -> None:
+    """Idle seconds count from the end of the last request that runs."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    first = table.start("m", key(1), slot=2, now=0)
+    second = table.start("m", key(1), slot=2, now=1)
+    table.finish("m", key(1), first, now=2)
+    assert table.home("m", key(1), now=5000) == 2
+
+    table.finish("m", key(1), second, now=5000)
+    assert table.home("m", key(1), now=5060) == 2
+    assert table.home("m", key(1), now=5061) is None
+
+
+def test_expired_sessions_make_room_before_the_table_is_full() -> None:
+    """The table forgets the idle when somebody new comes."""
+    table = SessionTable(max_sessions=100, idle_seconds=60)
+    for number in range(5):
+        serve(table, number, slot=0, now=number)
+    serve(table, 9, slot=0, now=62.5)
+
+    assert [entry[0][1].session for entry in table.items()] == ["s3", "s4", "s9"]
+
+
+def test_a_rank_that_leaves_is_nobodys_home() -> None:
+    """The end of a request on it says nothing of the session's next home, whose own request still runs."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    old = table.start("m", key(1), slot=2, now=0)
+    serve(table, 2, slot=3, now=0)
+    table.forget_slot(2)
+    assert table.home("m", key(1), now=1) is None
+    assert table.home("m", key(2), now=1) == 3
+
+    table.start("m", key(1), slot=4, now=1)
+    table.finish("m", key(1), old, now=2)
+    assert table.home("m", key(1), now=5000) == 4
