@@ -1,99 +1,96 @@
 """Which rank holds which block, and how much of a prompt each rank can reuse.
 
-One ``PrefixIndex`` covers one model and one block size, over all its ranks. A block is named by its chain key
-(``wire/block_keys``), which stands for the block and all before it; engines' own hashes are mapped onto keys through
-the token ids of dense events. Ranks are bits in an integer: ``resident[key] = 0b101`` means slots 0 and 2.
+One ``PrefixIndex`` covers one model over all its ranks. A block is named by its chain key (``wire/block_keys``),
+which stands for the block and all before it; engines' own hashes are mapped onto keys through the token ids of dense
+events. Sparse groups (windows, recurrent state) name their blocks by the same hashes, often before the dense event
+has come: such names wait. So do dense blocks whose parent is not known: no position is ever guessed.
 
-Full attention needs *all* blocks from the start. A rank's resident blocks nearly always are such prefixes, since
-engines evict tails first; where one is not (an inner block left before its children), the stranded descendants are
-marked ``stranded``. What remains is downward closed, so the depth of every rank is found by bisection.
-
-Sparse groups (sliding windows) are kept apart, per group index, and judged at the end of the dense prefix.
-
-Copies are counted: engines store the same block twice (concurrent twins, recomputation after a window miss) and
-remove each copy with an event of its own.
+Groups are judged at the end of the dense prefix by the rules of ``core/usable``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.core.provisional import Provisional
-from router.core.usable import Mask, boundary, depths
+from router.core.tables import ChainTable, CopyTable
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import FULL, GPU, MLA, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
-#: Stored blocks that wait for an unknown parent, per rank. Beyond it the oldest wait is given up.
+#: Parents that stored blocks wait for, per rank. Beyond it the oldest wait is given up.
 MAX_ORPHANS = 4096
+#: Names of sparse blocks that wait for their dense event, per rank.
+MAX_UNNAMED = 65536
 
 
 @dataclass(slots=True)
 class _RankState:
-    """What the index keeps for one slot besides its bits."""
+    """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one."""
 
     bit: int
     names: dict[EngineHash, int]
+    geometry: Geometry
     blocks: int = 0
     dense_group: int | None = None
-    windows: dict[int, int] = field(default_factory=dict)
+    stride: int = 1
+    rules: dict[int, Rule] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
 
 
 class PrefixIndex:
-    """The blocks of one model, in blocks of ``block_tokens``. Mutated by its owner, on one thread."""
+    """The blocks of one model, in units of ``block_tokens``. Mutated by its owner, on one thread."""
 
     def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
         self.block_tokens = block_tokens
         self.max_blocks = max_blocks
         self.refused_blocks = 0
         self.provisional = Provisional()
-        self._resident: dict[int, int] = {}
-        self._stranded: dict[int, int] = {}
-        self._children: dict[int, int | set[int]] = {}
-        self._sparse: dict[int, dict[int, int]] = {}
-        self._copies: dict[tuple[int, int, int], int] = {}
+        self._dense = ChainTable()
+        self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
+        self._lower = CopyTable()
         self._names: dict[str, dict[EngineHash, int]] = {}
         self._ranks: dict[int, _RankState] = {}
+        self._strides: dict[int, int] = {}
         self._forgotten = 0
 
     # --- membership -------------------------------------------------------------------------------
 
-    def add_rank(self, slot: int, *, domain: str) -> None:
+    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
-        self._ranks[slot] = _RankState(bit=1 << slot, names=self._names.setdefault(domain, {}))
+        names = self._names.setdefault(domain, {})
+        self._ranks[slot] = _RankState(bit=1 << slot, names=names, geometry=geometry or Geometry())
+        self._set_stride(slot, 1)
 
     def remove_rank(self, slot: int) -> None:
         """Forget a rank and all it held."""
         self.clear(slot)
+        self._set_stride(slot, None)
         del self._ranks[slot]
 
     def clear(self, slot: int) -> None:
         """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
         rank = self._ranks[slot]
-        bit = rank.bit
-        for key in [key for key, mask in self._resident.items() if mask & bit]:
-            self._drop(self._resident, key, bit)
-        for table in (self._stranded, *self._sparse.values()):
-            for key in [key for key, mask in table.items() if mask & bit]:
-                self._drop(table, key, bit)
-        for copy in [copy for copy in self._copies if copy[0] == slot]:
-            del self._copies[copy]
-        self._sweep()
+        for table in (self._dense, self._lower, *self._sparse.values()):
+            table.clear(slot)
         rank.blocks = 0
         rank.orphans.clear()
         rank.unnamed.clear()
+        self._sweep()
 
     # --- events -----------------------------------------------------------------------------------
 
     def apply(self, slot: int, event: Event) -> None:
-        """Apply one event of a rank. Unknown events and other media than the device are passed over."""
+        """Apply one event of a rank. Unknown events, and blocks that lie on another machine, are passed over."""
         match event:
             case BlockStored() if event.medium == GPU:
                 self._store(slot, event)
-            case BlockRemoved() if event.medium == GPU:
+            case BlockStored() if event.locality != REMOTE:
+                self._store_lower(slot, event)
+            case BlockRemoved():
                 self._remove(slot, event)
             case AllBlocksCleared():
                 self.clear(slot)
@@ -102,289 +99,240 @@ class PrefixIndex:
 
     def _store(self, slot: int, event: BlockStored) -> None:
         rank = self._ranks[slot]
-        if event.kind in (None, FULL, MLA):
-            if rank.dense_group is None:
-                rank.dense_group = event.group
-        elif event.group not in rank.windows:
-            # A recurrent checkpoint is a window of one block: the state at the very end of the prefix.
-            rank.windows[event.group] = event.window_tokens or 2
-        if event.group in rank.windows:
+        if event.group != rank.dense_group and event.group not in rank.rules:
+            self._meet_group(rank, slot, event)
+        if event.group == rank.dense_group:
+            if event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
+                self._store_dense(rank, slot, event)
+        elif rank.rules[event.group].kind is not Kind.UNUSED:
             self._store_sparse(rank, slot, event)
-        elif event.group == rank.dense_group and event.is_dense and event.block_tokens == self.block_tokens:
-            self._store_dense(rank, slot, event)
 
-    def _store_sparse(self, rank: _RankState, slot: int, event: BlockStored) -> None:
-        for name in event.hashes:
-            key = rank.names.get(name)
-            if key is None:
-                rank.unnamed.setdefault(name, []).append(event.group)
-            else:
-                self._gain(slot, event.group, self._sparse.setdefault(event.group, {}), key)
+    def _meet_group(self, rank: _RankState, slot: int, event: BlockStored) -> None:
+        """A group's first event tells what it is. The first dense one carries the chains."""
+        rule = rule_of(
+            event.kind,
+            window_tokens=event.window_tokens,
+            block_tokens=event.block_tokens,
+            unit_tokens=self.block_tokens,
+            geometry=rank.geometry,
+        )
+        if rule.kind is Kind.DENSE and rank.dense_group is None:
+            rank.dense_group = event.group
+            self._set_stride(slot, rule.stride)
+        else:
+            rank.rules[event.group] = rule
+
+    def _set_stride(self, slot: int, stride: int | None) -> None:
+        """Note how many units a dense block of the rank has; None as it leaves."""
+        for known in self._strides:
+            self._strides[known] &= ~(1 << slot)
+        if stride is not None:
+            self._ranks[slot].stride = stride
+            self._strides[stride] = self._strides.get(stride, 0) | 1 << slot
 
     def _store_dense(self, rank: _RankState, slot: int, event: BlockStored) -> None:
         parent = None if event.parent is None else rank.names.get(event.parent)
         if parent is None and event.parent is not None:
-            self._adopt_later(rank, event)
+            rank.orphans.setdefault(event.parent, []).append(event)
+            _bound(rank.orphans, MAX_ORPHANS)
             return
-        keys = _keys_of(event, parent)
-        if len(self._resident) + len(keys) > self.max_blocks:
+        keys = _keys_of(event, parent, unit_tokens=self.block_tokens)
+        if len(self) + len(keys) > self.max_blocks:
             self.refused_blocks += len(keys)
             return
-        sound = parent is None or bool(self._sound(parent) & rank.bit)
-        if sound and self._unknown(keys):
-            # The usual case, at the speed of dict.update: a new tail of a sound prefix.
-            self._resident.update(dict.fromkeys(keys, rank.bit))
-            self._children.update(itertools.pairwise(keys))
-            if parent is not None and keys:
-                self._link(parent, keys[0])
-            rank.blocks += len(keys)
-        else:
-            for key in keys:
-                if parent is not None:
-                    self._link(parent, key)
-                self._gain_dense(rank, slot, key, sound=sound)
-                parent = key
+        rank.blocks += self._dense.extend(slot, parent, keys)
         rank.names.update(zip(event.hashes, keys, strict=True))
-        if rank.unnamed:
-            self._name(rank, slot, event.hashes)
-        if rank.orphans:
-            self._adopt(rank, slot, event.hashes)
+        if rank.unnamed or rank.orphans:
+            self._end_waits(rank, slot, event.hashes)
 
-    def _unknown(self, keys: list[int]) -> bool:
-        """None of the keys is in the index, and none comes twice."""
-        return (
-            self._resident.keys().isdisjoint(keys)
-            and self._children.keys().isdisjoint(keys)
-            and len(set(keys)) == len(keys)
-        )
+    def _store_sparse(self, rank: _RankState, slot: int, event: BlockStored) -> None:
+        table = self._sparse[event.group]
+        for name in event.hashes:
+            key = rank.names.get(name)
+            if key is not None:
+                table.gain(slot, key)
+            else:
+                rank.unnamed.setdefault(name, []).append(event.group)
+                _bound(rank.unnamed, MAX_UNNAMED)
 
-    def _gain_dense(self, rank: _RankState, slot: int, key: int, *, sound: bool) -> None:
-        if not self._gain(slot, -1, self._resident, key):
+    def _store_lower(self, slot: int, event: BlockStored) -> None:
+        """A copy below the device, in host memory or on disk: worth a load, not a prefill. Dense groups only."""
+        rank = self._ranks[slot]
+        if event.group in rank.rules:
             return
-        rank.blocks += 1
-        if not sound:
-            self._stranded[key] = self._stranded.get(key, 0) | rank.bit
-        elif self._stranded:
-            self._heal(key, rank.bit)
-
-    def _gain(self, slot: int, group: int, table: dict[int, int], key: int) -> bool:
-        """Add a copy; True if it is the first on this rank."""
-        mask = table.get(key, 0)
-        bit = 1 << slot
-        if mask & bit:
-            copy = (slot, group, key)
-            self._copies[copy] = self._copies.get(copy, 0) + 1
-            return False
-        table[key] = mask | bit
-        return True
+        keys: Sequence[int | None] = [rank.names.get(name) for name in event.hashes]
+        if None in keys and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
+            parent = None if event.parent is None else rank.names.get(event.parent)
+            if parent is not None or event.parent is None:
+                keys = _keys_of(event, parent, unit_tokens=self.block_tokens)
+        for name, key in zip(event.hashes, keys, strict=True):
+            if key is not None:
+                rank.names[name] = key
+                self._lower.gain(slot, key)
 
     def _remove(self, slot: int, event: BlockRemoved) -> None:
         rank = self._ranks[slot]
-        dense = event.group == rank.dense_group or (rank.dense_group is None and event.group not in rank.windows)
+        on_device = event.medium == GPU
+        sparse = event.group in rank.rules
+        if sparse and not on_device:
+            return
+        table = self._sparse[event.group] if sparse else self._dense if on_device else self._lower
         for name in event.hashes:
             key = rank.names.get(name)
             if key is None:
                 self._remove_waiting(rank, name, event.group)
                 continue
-            if dense:
-                if self._lose(slot, -1, self._resident, key):
-                    rank.blocks -= 1
-                    self._drop(self._stranded, key, rank.bit)
-                    self._strand_children(key, rank.bit)
-            else:
-                self._lose(slot, event.group, self._sparse.get(event.group, {}), key)
+            last = table.lose(slot, key)
+            if last and table is self._dense:
+                rank.blocks -= 1
             if not self._held(key):
                 self._forget(rank.names, name)
 
-    def _lose(self, slot: int, group: int, table: dict[int, int], key: int) -> bool:
-        """Take one copy away; True if it was the last on this rank."""
-        copy = (slot, group, key)
-        extra = self._copies.get(copy)
-        if extra is not None:
-            if extra == 1:
-                del self._copies[copy]
-            else:
-                self._copies[copy] = extra - 1
-            return False
-        held = bool(table.get(key, 0) & (1 << slot))
-        self._drop(table, key, 1 << slot)
-        return held
-
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
-    def _adopt_later(self, rank: _RankState, event: BlockStored) -> None:
-        assert event.parent is not None
-        rank.orphans.setdefault(event.parent, []).append(event)
-        while len(rank.orphans) > MAX_ORPHANS:
-            del rank.orphans[next(iter(rank.orphans))]
-
-    def _adopt(self, rank: _RankState, slot: int, names: Sequence[EngineHash]) -> None:
+    def _end_waits(self, rank: _RankState, slot: int, names: Sequence[EngineHash]) -> None:
+        for name in names:
+            for group in rank.unnamed.pop(name, ()):
+                self._sparse[group].gain(slot, rank.names[name])
         for name in names:
             for event in rank.orphans.pop(name, ()):
                 self._store_dense(rank, slot, event)
 
-    def _name(self, rank: _RankState, slot: int, names: Sequence[EngineHash]) -> None:
-        for name in names:
-            for group in rank.unnamed.pop(name, ()):
-                self._gain(slot, group, self._sparse.setdefault(group, {}), rank.names[name])
-
     def _remove_waiting(self, rank: _RankState, name: EngineHash, group: int) -> None:
-        waiting = rank.unnamed.get(name)
-        if waiting is not None and group in waiting:
+        waiting = rank.unnamed.get(name, [])
+        if group in waiting:
             waiting.remove(group)
             if not waiting:
                 del rank.unnamed[name]
+            return
         for parent, events in list(rank.orphans.items()):
             kept = [event for event in events if name not in event.hashes]
-            if len(kept) != len(events):
+            if kept:
                 rank.orphans[parent] = kept
-                if not kept:
-                    del rank.orphans[parent]
+            else:
+                del rank.orphans[parent]
 
-    # --- the shape of chains --------------------------------------------------------------------------
-
-    def _sound(self, key: int) -> int:
-        """Slots that hold this block and all before it."""
-        return self._resident.get(key, 0) & ~self._stranded.get(key, 0)
-
-    def _link(self, parent: int, child: int) -> None:
-        known = self._children.get(parent)
-        if known is None:
-            self._children[parent] = child
-        elif isinstance(known, set):
-            known.add(child)
-            if len(known) > 64 and len(known).bit_count() == 1:  # now and then: children come and go
-                known.intersection_update(self._resident.keys())
-                known.add(child)
-        elif known != child:
-            self._children[parent] = {known, child}
-
-    def _children_of(self, key: int) -> Collection[int]:
-        known = self._children.get(key)
-        if known is None:
-            return ()
-        return known if isinstance(known, set) else (known,)
-
-    def _strand_children(self, key: int, bit: int) -> None:
-        todo = list(self._children_of(key))
-        while todo:
-            child = todo.pop()
-            if self._sound(child) & bit:
-                self._stranded[child] = self._stranded.get(child, 0) | bit
-                todo.extend(self._children_of(child))
-
-    def _heal(self, key: int, bit: int) -> None:
-        todo = [key, *self._children_of(key)]
-        while todo:
-            child = todo.pop()
-            if self._stranded.get(child, 0) & bit:
-                self._drop(self._stranded, child, bit)
-                todo.extend(self._children_of(child))
+    # --- names --------------------------------------------------------------------------------------
 
     def _held(self, key: int) -> bool:
-        return key in self._resident or any(key in table for table in self._sparse.values())
+        return key in self._dense or key in self._lower or any(key in table for table in self._sparse.values())
 
     def _forget(self, names: dict[EngineHash, int], name: EngineHash) -> None:
-        key = names.pop(name)
-        if not any(child in self._resident for child in self._children_of(key)):
-            self._children.pop(key, None)
+        self._dense.forget_links(names.pop(name))
         self._forgotten += 1
-        if self._forgotten > len(self._resident) + 4096:
+        if self._forgotten > len(self) + 4096:
             self._sweep()
 
     def _sweep(self) -> None:
         """Let go of names and links whose block nobody holds: they outlive it where domains or holes differ."""
         self._forgotten = 0
-        for table in self._names.values():
-            for name in [name for name, key in table.items() if not self._held(key)]:
-                del table[name]
-        for key in [key for key in self._children if not any(c in self._resident for c in self._children_of(key))]:
-            del self._children[key]
-
-    @staticmethod
-    def _drop(table: dict[int, int], key: int, bit: int) -> None:
-        mask = table.get(key, 0) & ~bit
-        if mask:
-            table[key] = mask
-        else:
-            table.pop(key, None)
+        for names in self._names.values():
+            for name in [name for name, key in names.items() if not self._held(key)]:
+                del names[name]
+        self._dense.sweep()
 
     # --- lookup ---------------------------------------------------------------------------------------
 
     def reusable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
-        """Usable cached tokens of a prompt for each slot that has any.
+        """Usable cached tokens of a prompt, on the device, for each slot that has any.
 
-        ``keys`` are the chain keys of the prompt's whole blocks. The last token is always computed, so at most
-        ``(prompt_tokens - 1) // block_tokens`` blocks count.
+        ``keys`` are the chain keys of the prompt's whole units. The last token is always computed.
         """
-        limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)
         reusable: dict[int, int] = {}
-        for slot, depth in depths(keys, self._mask, limit=limit).items():
-            rank = self._ranks.get(slot)
-            if rank is None:
-                continue
-            blocks = self._boundary(rank, keys, depth) if rank.windows else depth
-            if blocks:
-                reusable[slot] = blocks * self.block_tokens
+        for slot, depth in self._depths(keys, prompt_tokens, self._mask).items():
+            rank = self._ranks[slot]
+            units = self._boundary(rank, keys, depth) if rank.rules else depth
+            units -= rank.stride * rank.geometry.eagle
+            if units > 0:
+                reusable[slot] = units * self.block_tokens
         return reusable
 
+    def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
+        """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
+        lower = self._lower.masks
+        if not lower:
+            return {}
+        found = self._depths(keys, prompt_tokens, lambda key: self._mask(key) | lower.get(key, 0))
+        return {slot: depth * self.block_tokens for slot, depth in found.items()}
+
+    def _depths(self, keys: Sequence[int], prompt_tokens: int, mask: Mask) -> dict[int, int]:
+        """Dense units from the start, for the ranks of every stride."""
+        limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)
+        found: dict[int, int] = {}
+        for stride, members in self._strides.items():
+            if members:
+                ends = keys if stride == 1 else keys[stride - 1 :: stride]
+                own = mask if members.bit_count() == len(self._ranks) else _only(mask, members)
+                blocks = depths(ends, own, limit=limit // stride)
+                found.update({slot: count * stride for slot, count in blocks.items()})
+        return found
+
     def _mask(self, key: int) -> int:
-        mask = self._resident.get(key, 0)
-        if self._stranded:
-            mask &= ~self._stranded.get(key, 0)
+        mask = self._dense.masks.get(key, 0)
+        if self._dense.stranded:
+            mask &= ~self._dense.stranded.get(key, 0)
         return mask | self.provisional.dense.get(key, 0)
 
     def _boundary(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
         tails = self.provisional.tails
 
-        def mask_of(table: dict[int, int]) -> Mask:
-            return lambda key: table.get(key, 0) | tails.get(key, 0)
+        def mask_of(masks: dict[int, int]) -> Mask:
+            return lambda key: masks.get(key, 0) | tails.get(key, 0)
 
-        groups = {group: mask_of(self._sparse.get(group, {})) for group in rank.windows}
-        needed = {group: self._window_blocks(window) for group, window in rank.windows.items()}
-        return boundary(keys, depth, bit=rank.bit, groups=groups, needed=needed)
-
-    def _window_blocks(self, window_tokens: int) -> int:
-        return -(-(window_tokens - 1) // self.block_tokens)
+        groups = {group: mask_of(self._sparse[group].masks) for group in rank.rules}
+        return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules)
 
     # --- what others show -------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._resident)
+        return len(self._dense.masks)
 
     def blocks(self, slot: int) -> int:
         """Blocks believed resident on a rank, in its dense group."""
         return self._ranks[slot].blocks
 
+    def stride(self, slot: int) -> int:
+        """Units in a dense block of the rank."""
+        return self._ranks[slot].stride
+
     def orphans(self, slot: int) -> int:
         """Blocks a rank has announced whose parent is not known."""
         return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
 
-    def tail_blocks(self, slot: int) -> int:
-        """Blocks at a prompt's end that the rank's widest window needs (0: no window groups)."""
-        return self._window_blocks(max(self._ranks[slot].windows.values(), default=1))
+    def tail_units(self, slot: int) -> int:
+        """Units at a prompt's end that the rank's sparse groups need (0: it has none)."""
+        rules = self._ranks[slot].rules.values()
+        return max((rule.needed * rule.stride for rule in rules if rule.kind is Kind.WINDOW), default=0)
 
     def residency(self, slot: int) -> dict[int, frozenset[int]]:
-        """For tests and consistency checks: keys held by a rank, per group (-1: the dense group)."""
-        bit = 1 << slot
-        tables = {-1: self._resident, **self._sparse}
-        return {group: frozenset(key for key, mask in table.items() if mask & bit) for group, table in tables.items()}
+        """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""
+        return {-1: self._dense.keys_of(slot), **{group: table.keys_of(slot) for group, table in self._sparse.items()}}
 
 
-def _keys_of(event: BlockStored, parent: int | None) -> list[int]:
+def _bound(waiting: dict[EngineHash, list[BlockStored]] | dict[EngineHash, list[int]], limit: int) -> None:
+    if len(waiting) > limit:
+        waiting.pop(next(iter(waiting)))
+
+
+def _only(mask: Mask, members: int) -> Mask:
+    return lambda key: mask(key) & members
+
+
+def _keys_of(event: BlockStored, parent: int | None, *, unit_tokens: int) -> list[int]:
     """Chain keys of a dense event's blocks. Adapter and salt root the chain; other extra keys enter at their block."""
     extra = event.extra_keys or ()
     if parent is None:
         salt = event.cache_salt or "\x00".join(map(str, extra[0] or () if extra else ()))
         parent = namespace_seed(event.lora_name or "", salt)
         extra = extra[1:] and (None, *extra[1:])
+    stride = event.block_tokens // unit_tokens
     if not any(extra):
-        return block_keys(event.token_ids, block_tokens=event.block_tokens, parent=parent)
+        return block_keys(event.token_ids, block_tokens=unit_tokens, parent=parent)[stride - 1 :: stride]
     keys: list[int] = []
     for place, start in enumerate(range(0, len(event.token_ids), event.block_tokens)):
         if place < len(extra) and extra[place]:
             parent = namespace_seed(str(parent), *map(str, extra[place]))
         block = event.token_ids[start : start + event.block_tokens]
-        keys += block_keys(block, block_tokens=event.block_tokens, parent=parent)
-        parent = keys[-1]
+        parent = block_keys(block, block_tokens=unit_tokens, parent=parent)[-1]
+        keys.append(parent)
     return keys

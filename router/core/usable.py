@@ -1,18 +1,80 @@
 """From what is resident to what can be reused: the rules of each attention kind, as functions.
 
-- Full attention: all blocks from the start.
-- Sliding window W: also the last ceil((W-1)/block) blocks before the boundary; a run that reaches back to block 0
-  counts however short.
+Lengths are counted in *units*, the index's own block size. A group whose blocks are larger has a stride: its block j
+ends at unit ``(j+1) * stride`` and is named by the chain key of its last unit.
+
+- Dense (full attention, MLA): all blocks from the start.
+- Sliding window W: the last ceil((W-1)/block) blocks before the boundary; a run that reaches back to block 0 counts
+  however short.
 - Recurrent state: a checkpoint at the very boundary, which is a window of one block.
-- Several groups: the largest boundary all of them agree to.
+- Chunked local attention: the blocks from the last chunk boundary on.
+- Several groups: the largest boundary all of them accept, a fixed point.
+- EAGLE: one block more is needed, and the last block of a hit is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 #: Slot bits of one block, by its key.
 Mask = Callable[[int], int]
+
+
+class Kind(StrEnum):
+    """How a group's blocks serve a prefix."""
+
+    DENSE = "dense"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    UNUSED = "unused"  # encoder or cross attention: no part of a prompt's prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The little that no event stream carries, as a model's setting."""
+
+    chunk_tokens: int | None = None
+    eagle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one group of one rank asks for. ``needed`` is in blocks (window) or units (chunk)."""
+
+    kind: Kind
+    stride: int = 1
+    needed: int = 0
+
+
+_KINDS = {
+    None: Kind.DENSE,
+    "full_attention": Kind.DENSE,
+    "mla_attention": Kind.DENSE,
+    "sink_full_attention": Kind.DENSE,
+    "sliding_window": Kind.WINDOW,
+    "sliding_window_mla": Kind.WINDOW,
+    "mamba": Kind.WINDOW,
+    "chunked_local_attention": Kind.CHUNK,
+}
+
+
+def rule_of(
+    kind: str | None, *, window_tokens: int | None, block_tokens: int, unit_tokens: int, geometry: Geometry
+) -> Rule:
+    """The rule of a group, from what its events say. ``window_tokens`` counts the query itself (vLLM's number)."""
+    stride = block_tokens // unit_tokens
+    match _KINDS.get(kind, Kind.UNUSED):
+        case Kind.WINDOW:
+            blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
+            return Rule(Kind.WINDOW, stride, max(1, blocks) + geometry.eagle)
+        case Kind.CHUNK if geometry.chunk_tokens:
+            return Rule(Kind.CHUNK, stride, geometry.chunk_tokens // unit_tokens)
+        case Kind.DENSE | Kind.CHUNK:  # a chunk of unknown size is taken for all there is
+            return Rule(Kind.DENSE, stride)
+        case other:
+            return Rule(other, stride)
 
 
 def slots_of(mask: int) -> Iterator[int]:
@@ -50,27 +112,36 @@ def depths(keys: Sequence[int], mask: Mask, *, limit: int) -> dict[int, int]:
 
 
 def boundary(
-    keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], needed: Mapping[int, int]
+    keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], rules: Mapping[int, Rule]
 ) -> int:
-    """The largest boundary at or below ``depth`` that every sparse group accepts (a fixed point).
-
-    ``groups[g]`` gives the slot bits of a block in group g, ``needed[g]`` how many blocks before the boundary it
-    must hold.
-    """
+    """The largest boundary at or below ``depth`` units that every group accepts."""
     agreed = -1
     while depth != agreed:
         agreed = depth
         for group, mask in groups.items():
-            depth = _run_boundary(keys, depth, bit=bit, mask=mask, needed=needed[group])
+            depth = _accepted(keys, depth, bit=bit, mask=mask, rule=rules[group])
     return depth
 
 
-def _run_boundary(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, needed: int) -> int:
-    """Scan down from ``depth`` for ``needed`` resident blocks in a row, or a run that reaches block 0."""
-    end = depth
-    block = depth - 1
-    while block >= 0 and end - 1 - block < needed:
-        if not mask(keys[block]) & bit:
-            end = block
-        block -= 1
-    return end
+def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Rule) -> int:
+    stride = rule.stride
+    blocks = depth // stride
+
+    def held(block: int) -> bool:
+        return bool(mask(keys[(block + 1) * stride - 1]) & bit)
+
+    match rule.kind:
+        case Kind.WINDOW:
+            end, block = blocks, blocks - 1
+            while block >= 0 and end - 1 - block < rule.needed:
+                if not held(block):
+                    end = block
+                block -= 1
+            return end * stride
+        case Kind.CHUNK:
+            first = depth // rule.needed * rule.needed // stride
+            return stride * next((block for block in range(first, blocks) if not held(block)), blocks)
+        case Kind.DENSE:
+            return stride * next((block for block in range(blocks) if not held(block)), blocks)
+        case Kind.UNUSED:
+            return depth

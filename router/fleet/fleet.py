@@ -6,6 +6,7 @@ so a decision sees one consistent moment. No I/O here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -160,20 +161,27 @@ class Fleet:
 
     # --- cache events -------------------------------------------------------------------------------
 
-    def apply(self, slot: int, batch: EventBatch, *, now: float) -> None:
-        """Bring a rank's events into its index."""
+    def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:
+        """Bring a rank's events into its index.
+
+        False: a group with smaller blocks turned up, so the picture so far was thrown away and the rank's events
+        must be read again from their start.
+        """
         member = self._members[slot]
+        whole = True
         counts: dict[str, int] = {}
         for event in batch.events:
             name = type(event).__name__
             counts[name] = counts.get(name, 0) + 1
-            if isinstance(event, BlockStored) and event.is_dense and event.block_tokens != member.block_tokens:
-                self._join_index(member, event.block_tokens)
+            if isinstance(event, BlockStored) and event.block_tokens % (member.block_tokens or event.block_tokens + 1):
+                whole = member.index is None
+                self._join_index(member, math.gcd(event.block_tokens, member.block_tokens or 0))
             if member.index is not None and isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
                 member.index.apply(slot, event)
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
         self._measure(member)
+        return whole
 
     def clear(self, slot: int, cause: str) -> None:
         """Throw a rank's picture away: nothing stale is trusted."""
@@ -184,12 +192,12 @@ class Fleet:
         self._metrics.resyncs.labels(*member.labels, cause).inc()
         self._measure(member)
 
-    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> None:
-        """Replace a rank's picture by what the rank itself says it holds."""
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> bool:
+        """Replace a rank's picture by what the rank itself says it holds. Returns as ``apply`` does."""
         member = self._members[slot]
         if member.index is not None:
             member.index.clear(slot)
-        self.apply(slot, snapshot.batch, now=now)
+        return self.apply(slot, snapshot.batch, now=now)
 
     def _join_index(self, member: Member, block_tokens: int) -> None:
         if member.index is not None:
@@ -205,7 +213,8 @@ class Fleet:
 
     def _measure(self, member: Member) -> None:
         if member.index is not None:
-            member.residency.tokens = member.index.blocks(member.slot) * member.index.block_tokens
+            index, slot = member.index, member.slot
+            member.residency.tokens = index.blocks(slot) * index.stride(slot) * index.block_tokens
 
     # --- what others see ------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class RouterBrain:
             ticket = index.provisional.add(
                 decision.slot,
                 prepared.keys(index.block_tokens),
-                tail_blocks=index.tail_blocks(decision.slot),
+                tail_blocks=index.tail_units(decision.slot),
                 held_blocks=decision.expected_cached_tokens // index.block_tokens,
             )
             entry = (index, ticket)

@@ -24,10 +24,11 @@ from router.errors import WireError
 EngineHash = int | bytes
 
 FULL: Final = "full_attention"
-MLA: Final = "mla_attention"
+
 SLIDING_WINDOW: Final = "sliding_window"
 REPLAY_END: Final = b"\xff" * 8
 GPU: Final = "GPU"
+REMOTE: Final = "REMOTE"
 _U64 = (1 << 64) - 1
 
 

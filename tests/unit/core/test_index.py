@@ -188,7 +188,7 @@ def test_a_provisional_window_counts_at_the_prompts_end_only(index: PrefixIndex)
     """A prompt in flight leaves its window at its end: a fork from its middle finds none."""
     index.apply(0, BlockStored((90,), None, (7, 7), 2, group=0, kind="sliding_window", window_tokens=5))
     keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
-    index.provisional.add(0, keys, tail_blocks=index.tail_blocks(0))
+    index.provisional.add(0, keys, tail_blocks=index.tail_units(0))
 
     assert reusable(index) == {0: 12}
     assert reusable(index, (*TOKENS[:6], 1, 1)) == {}

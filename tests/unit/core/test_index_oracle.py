@@ -117,7 +117,7 @@ class IndexMachine(RuleBasedStateMachine):
         return 0
 
     def knows_window(self, slot: int) -> bool:
-        return bool(self.index._ranks[slot].windows)
+        return bool(self.index._ranks[slot].rules)
 
     @invariant()
     def every_prompt_is_judged_right(self) -> None:
@@ -153,10 +153,11 @@ class IndexMachine(RuleBasedStateMachine):
         """An index that holds nothing has no copy counts and, after a sweep, no names or links."""
         if hasattr(self, "held") and not any(count > 0 for held in self.held.values() for count in held.values()):
             self.index._sweep()
-            assert not self.index._copies
-            assert not self.index._children
+            tables = (self.index._dense, *self.index._sparse.values())
+            assert not any(table.masks or table._more for table in tables)
+            assert not self.index._dense._children
+            assert not self.index._dense.stranded
             assert not any(self.index._names.values())
-            assert not self.index._stranded
 
 
 IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
