@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def load_decoder(card: ModelCard, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """The decoder of ``card`` with its weights on ``device``; share one between the ranks of a process.
 
-    ``dtype`` is float32 on CPU and bfloat16 elsewhere unless given; the needle model is float32 everywhere.
+    ``dtype`` is float32 on CPU and bfloat16 elsewhere unless given; the needle model, float32 on any device.
     Raises ``MissingExtraError`` without torch.
     """
     try:

@@ -31,7 +31,7 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """A prompt's end that asks for the value; 7 tokens, and no key but this one."""
+        """A prompt's end that asks for the value; 6 tokens, and no key but this one."""
         return f" please say what value follows {self.key}"
 
 
