@@ -41,7 +41,7 @@ class Exchange:
     status: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outbound:
     """What every attempt of a request sends alike."""
 
@@ -197,7 +197,7 @@ class Forwarder:
         outcome = _outcome(head.status)
         if outcome is Outcome.OK:
             run.attempt.lease.first_byte()
-        streamed = head.content_type.startswith(b"text/event-stream")
+        streamed = head.content_type.startswith(b"text/event-stream") and not head.encoded
         relay = Relay(client, StreamTap() if streamed else BodyTap())
         exchange.status = head.status
         if streamed and outcome is Outcome.OK:
@@ -207,10 +207,10 @@ class Forwarder:
             names.response_lines(head.headers) + run.decision_lines(),
             has_length=head.has_length,
         )
-        client.attach(connection)
         may_add = streamed and not head.has_length
         try:
             connection.relay(relay)
+            client.attach(connection)
             failure = await connection.finished()
         except asyncio.CancelledError:
             if may_add and not client.gone:
@@ -286,7 +286,7 @@ def decision_lines(decision: Decision, *, number: int, request_id: bytes) -> byt
         names.RANK,
         decision.id.rank,
         names.REASON,
-        decision.reason.value.encode(),
+        decision.reason.encode(),
         names.EXPECTED_CACHED_TOKENS,
         decision.expected_cached_tokens,
         names.ATTEMPTS,

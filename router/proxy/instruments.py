@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import Counter, Histogram
 
@@ -14,28 +14,34 @@ from router.telemetry.metrics import Metrics
 class Instruments:
     """What the data plane counts. Labels are endpoints, statuses, error codes, ranks and known models."""
 
-    def __init__(self, metrics: Metrics, *, connections: Callable[[], int], inflight: Callable[[], int]) -> None:
-        """The two gauges are asked for when scraped, so they cannot drift from what is."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        endpoints: Mapping[bytes, str],
+        connections: Callable[[], int],
+        inflight: Callable[[], int],
+    ) -> None:
+        """``endpoints`` names the known paths. The two gauges are asked for when scraped, so they cannot drift."""
         self._metrics = metrics
+        self._endpoints = endpoints
         metrics.connections.set_function(connections)
         metrics.inflight.set_function(inflight)
         self.disconnects = metrics.client_disconnects
-        self._requests: dict[tuple[str, int], Counter] = {}
-        self._request_seconds: dict[str, Histogram] = {}
+        self._requests: dict[tuple[bytes, int], tuple[Counter, Histogram]] = {}
         self._first_token: dict[str, Histogram] = {}
         self._inter_token: dict[str, Histogram] = {}
         self._attempts: dict[tuple[RankId, Outcome], Counter] = {}
 
-    def request(self, endpoint: str, status: int, *, seconds: float) -> None:
-        """A request has been answered."""
-        counter = self._requests.get((endpoint, status))
-        if counter is None:
-            counter = self._requests[endpoint, status] = self._metrics.requests.labels(endpoint, str(status))
-        counter.inc()
-        histogram = self._request_seconds.get(endpoint)
-        if histogram is None:
-            histogram = self._request_seconds[endpoint] = self._metrics.request_seconds.labels(endpoint)
-        histogram.observe(seconds)
+    def request(self, path: bytes, status: int, *, seconds: float) -> None:
+        """A request has been answered. All unknown paths are one endpoint, ``other``."""
+        cells = self._requests.get((path, status))
+        if cells is None:
+            endpoint = self._endpoints.get(path, "other")
+            counter = self._metrics.requests.labels(endpoint, str(status))
+            cells = self._requests[path, status] = (counter, self._metrics.request_seconds.labels(endpoint))
+        cells[0].inc()
+        cells[1].observe(seconds)
 
     def error(self, code: str) -> None:
         """The router answered with an error of its own."""

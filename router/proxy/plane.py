@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from structlog.typing import FilteringBoundLogger
@@ -32,7 +32,7 @@ _HANGING_UP_SECONDS: Final = 0.02
 _LAST_WORDS_SECONDS: Final = 1.0
 
 
-class Own(Enum):
+class Own(StrEnum):
     """What the router answers itself. The value is a metric label."""
 
     MODELS = "models"
@@ -67,7 +67,10 @@ class DataPlane:
         self._log = log
         self._inflight = 0
         self._instruments = Instruments(
-            metrics, connections=lambda: len(self._clients), inflight=lambda: self._inflight
+            metrics,
+            endpoints={path: route.value for path, route in ROUTES.items()},
+            connections=lambda: len(self._clients),
+            inflight=lambda: self._inflight,
         )
         self._pool = UpstreamPool(upstream_settings)
         self._forwarder = Forwarder(
@@ -140,11 +143,11 @@ class DataPlane:
 
     def refused(self, error: RequestError) -> None:
         self._instruments.error(error.code)
-        self._instruments.request("other", error.status, seconds=0.0)
+        self._instruments.request(b"", error.status, seconds=0.0)
 
     async def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request."""
-        clock = asyncio.get_running_loop().time
+        clock = client.clock
         request_id = names.acceptable_request_id(names.first(request.headers, names.REQUEST_ID))
         exchange = Exchange(request, client, request_id or self._new_id(), started_seconds=clock())
         path = request.target.partition(b"?")[0]
@@ -165,9 +168,7 @@ class DataPlane:
         finally:
             self._inflight -= 1
             self._instruments.request(
-                route.value if route is not None else "other",
-                exchange.status,
-                seconds=clock() - exchange.started_seconds,
+                path if route else b"", exchange.status, seconds=clock() - exchange.started_seconds
             )
 
     async def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from router.errors import RequestError
 from router.proxy.server import ClientConnection
 from router.wire.openai import BodyTap, StreamTap, Usage, error_event
@@ -17,7 +15,7 @@ class Relay:
     def __init__(self, client: ClientConnection, tap: StreamTap | BodyTap) -> None:
         self._client = client
         self._tap = tap
-        self._clock = asyncio.get_running_loop().time
+        self._clock = client.clock
         self.first_seconds = self.last_seconds = self._clock()
 
     def __call__(self, data: bytes) -> None:

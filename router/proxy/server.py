@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 from router.errors import RequestError, RequestTimeout, to_answer
@@ -247,6 +247,11 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     # --- writing, for the one who serves --------------------------------------------------------
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The loop's. Asking for the running loop costs a system call, so the hot path asks here."""
+        return self._loop.time
 
     @property
     def gone(self) -> bool:

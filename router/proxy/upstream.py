@@ -42,6 +42,8 @@ class AnswerHead:
     #: The end of the body is known beforehand: by its length, or because there is none.
     has_length: bool = False
     chunked: bool = False
+    #: Compressed or the like: its bytes are nobody's to look into.
+    encoded: bool = False
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -259,6 +261,8 @@ class UpstreamConnection(asyncio.Protocol):
                 head.chunked = True
             elif lowered == names.CONTENT_TYPE:
                 head.content_type = value
+            elif lowered == names.CONTENT_ENCODING:
+                head.encoded = value.lower() != b"identity"
         self._head = head
         self._until_close = not head.has_length and not head.chunked
 

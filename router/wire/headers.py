@@ -15,6 +15,7 @@ HOST: Final = b"host"
 CONNECTION: Final = b"connection"
 CONTENT_LENGTH: Final = b"content-length"
 CONTENT_TYPE: Final = b"content-type"
+CONTENT_ENCODING: Final = b"content-encoding"
 TRANSFER_ENCODING: Final = b"transfer-encoding"
 EXPECT: Final = b"expect"
 REQUEST_ID: Final = b"x-request-id"
@@ -55,7 +56,10 @@ _ACCEPTABLE_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 def first(headers: Iterable[Header], name: bytes) -> bytes | None:
     """The first value of ``name``."""
-    return next((value for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def acceptable_request_id(value: bytes | None) -> bytes | None:

@@ -85,7 +85,7 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
 def _check_messages(messages: object) -> None:
     if messages is None:
         raise BadRequest("The field 'messages' is required.", code="missing_required_parameter", param="messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    if not isinstance(messages, list) or not set(map(type, messages)) <= {dict}:
         raise BadRequest("The field 'messages' must be an array of objects.", code="invalid_type", param="messages")
     if not messages:
         raise BadRequest("The field 'messages' must not be empty.", code="empty_array", param="messages")

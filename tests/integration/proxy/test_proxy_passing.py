@@ -173,6 +173,17 @@ async def test_stream_passes_and_its_usage_is_read() -> None:
         assert it.count("homing_inter_token_seconds_count", model="m") == 1
 
 
+async def test_compressed_stream_is_not_looked_into() -> None:
+    """A stream in a content coding passes as it comes, without waiting for what would end an event."""
+    head = stream_head().replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+    async with FaultWorker([(head, chunk(b"\x1f\x8b"), Move.STALL)]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send({**ASK, "stream": True})
+        await client.head()
+        assert await client.piece() == b"\x1f\x8b"
+        await client.close()
+
+
 async def test_connections_to_workers_are_used_again() -> None:
     """Requests one after another share a connection, also after errors that were whole."""
     scripts: list[Script] = [(answer(200, b"{}"),), (answer(400, b"{}"),), (answer(500, b"{}"),), (answer(200, b"{}"),)]
