@@ -12,7 +12,7 @@ number, ten bits written as ±1, and ``next`` with the token that follows where 
 
 So a wrong slot in the window pool shows as a wrong key, and one in the full pool as a wrong value. All numbers but
 the rotations are exact in float32. Scores are sharp enough for 128 k positions: the runner-up is ``e**-32`` behind
-in layer 1, ``e**-17`` in layer 0, where only 64 positions compete.
+in layer 1, ``e**-20`` in layer 0, where only 64 positions compete.
 """
 
 from __future__ import annotations
