@@ -226,7 +226,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_refusal(self, error: RequestError) -> None:
         self._door.refused(error)
-        self._begin(HttpRequest(method="POST", keep_alive=False))
+        self._begin(HttpRequest("POST", b"", [], keep_alive=False))
         self.answer_error(error)
         self._lingering = True
         if self._transport is not None:

@@ -8,7 +8,7 @@ and whatever exceeds the limits on sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Final
@@ -23,15 +23,17 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 #: Chunk framing and trailers may weigh this many times the body they carry; one-byte chunks weigh six times.
 _MAX_FRAMING_RATIO: Final = 8
+#: Headers that decide how a request is framed and whether it is valid.
+_CHECKED: Final = frozenset({names.HOST, names.CONTENT_LENGTH, names.TRANSFER_ENCODING, names.EXPECT})
 
 
 @dataclass(slots=True)
 class HttpRequest:
     """A request as read from the wire. Header names are lower-case."""
 
-    method: str = ""
-    target: bytes = b""
-    headers: list[Header] = field(default_factory=list)
+    method: str
+    target: bytes
+    headers: list[Header]
     body: bytes = b""
     #: HTTP/1.1, so the answer may be chunked.
     chunks: bool = True
@@ -59,12 +61,15 @@ class RequestReader:
         self.phase = Phase.IDLE
         #: The client waits for ``100 Continue`` before it sends the body. Whoever sends it clears this.
         self.awaits_continue = False
-        self._request = HttpRequest()
+        self._target = b""
+        self._headers: list[Header] = []
+        self._request: HttpRequest | None = None
         self._ready: list[HttpRequest | RequestError] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._framing: bytes | None = None
         self._unfinished_bytes = 0
+        self._fed_bytes = 0
         self._resuming = False
 
     def feed(self, data: bytes) -> list[HttpRequest | RequestError]:
@@ -72,6 +77,7 @@ class RequestReader:
         if self.phase is Phase.BROKEN:
             return []
         phase = self.phase
+        self._fed_bytes = len(data)
         self._parse(data)
         ready = self._ready
         if ready:
@@ -130,27 +136,31 @@ class RequestReader:
         if self._resuming or self.phase is Phase.BROKEN:
             return
         self.phase = Phase.HEAD
-        self._request = HttpRequest()
+        self._target = b""
+        self._headers = []
         self._framing = None
 
     def on_url(self, url: bytes) -> None:
         if not self._resuming:
-            self._request.target += url
+            self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.phase is Phase.HEAD:
-            self._request.headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._resuming or self.phase is Phase.BROKEN:
             return
-        request, parser = self._request, self._parser
+        parser = self._parser
         version = parser.get_http_version()
-        request.method = parser.get_method().decode("ascii")
-        request.chunks = version == "1.1"
-        request.keep_alive = parser.should_keep_alive()
-        if not request.target.startswith(b"/"):
-            request.target = _origin_form(request.target)
+        target = self._target
+        request = self._request = HttpRequest(
+            method=parser.get_method().decode("ascii"),
+            target=target if target.startswith(b"/") else _origin_form(target),
+            headers=self._headers,
+            chunks=version == "1.1",
+            keep_alive=parser.should_keep_alive(),
+        )
         self._body_bytes = 0
         refusal = self._check_head(request, version)
         if refusal is not None:
@@ -170,6 +180,7 @@ class RequestReader:
     def on_message_complete(self) -> None:
         if self.phase is not Phase.BODY or (self._parser.should_upgrade() and self._framing is not None):
             return
+        assert self._request is not None
         body = self._body
         if body:
             self._request.body = body[0] if len(body) == 1 else b"".join(body)
@@ -177,18 +188,19 @@ class RequestReader:
         self.phase = Phase.IDLE
         self.awaits_continue = False
         self._ready.append(self._request)
+        self._request = None
 
     # --- rules ----------------------------------------------------------------------------------
 
     def _check_head(self, request: HttpRequest, version: str) -> RequestError | None:
         """What is wrong with a head, beyond what llhttp has refused. Notes the body's framing."""
-        head_bytes = len(request.target)
         hosts = 0
         length: int | None = None
         codings: list[bytes] = []
         expects_continue = False
         for name, value in request.headers:
-            head_bytes += len(name) + len(value) + 4
+            if name not in _CHECKED:
+                continue
             if name == names.HOST:
                 hosts += 1
             elif name == names.CONTENT_LENGTH:
@@ -203,7 +215,8 @@ class RequestReader:
             return BadRequest("The router speaks HTTP/1.1.", code="invalid_http")
         if request.method == "CONNECT":
             return MethodNotAllowed("The router opens no tunnels.")
-        if head_bytes > self._max_head_bytes:
+        # Only a head that came with more bytes than the limit needs to be weighed.
+        if self._unfinished_bytes + self._fed_bytes > self._max_head_bytes < _head_bytes(request):
             return self._head_too_large()
         if len(request.headers) > self._max_headers:
             return HeadersTooLarge(f"The request has more than {self._max_headers} headers.")
@@ -218,6 +231,10 @@ class RequestReader:
 
     def _body_too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"The body exceeds {self._max_body_bytes} bytes.")
+
+
+def _head_bytes(request: HttpRequest) -> int:
+    return len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
 
 
 def _origin_form(target: bytes) -> bytes:

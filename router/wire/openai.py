@@ -66,7 +66,7 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     if not isinstance(model, str):
         raise BadRequest("The field 'model' must be a string.", code="invalid_type", param="model")
     stream = fields.get("stream")
-    if not isinstance(stream, bool | None):
+    if stream is not None and not isinstance(stream, bool):
         raise BadRequest("The field 'stream' must be true or false.", code="invalid_type", param="stream")
     if endpoint is Endpoint.CHAT:
         _check_messages(fields.get("messages"))
