@@ -79,7 +79,8 @@ class Continuity:
     past_epochs: tuple[str, ...] = ()
     last_timestamp: float | None = None
     ticket: int = 0
-    asked_at: int | None = None  # ``expected`` when the open replay was asked for
+    asked_next: int = 0  # messages below this had been published when the open replay was asked for
+    is_last_resort: bool = False  # the open replay is to fill an empty picture
     is_verified: bool = True  # the open replay is known to come from the publisher of the picture
     has_parts: bool = False  # the open replay has brought something
     held: Held = ()  # by sequence, none below ``expected``
@@ -169,12 +170,11 @@ def _ask_missing(state: Continuity) -> Step:
 
 
 def _joined(state: Continuity) -> Step:
-    if state.phase is not Phase.LIVE:
-        return state, []  # the open ask answers the same question
+    """What is held came over an earlier connection, perhaps from another process."""
     if state.expected is None:
-        return _begin_anew(state, Cause.JOIN, held=state.held)
+        return _begin_anew(state, Cause.JOIN, held=())
     if state.has_replay:
-        return _ask_replay(state, Cause.CHECK)
+        return _ask_replay(replace(state, held=()), Cause.CHECK)
     return _begin_anew(state, Cause.CHECK, held=())
 
 
@@ -188,7 +188,8 @@ def _ask_replay(state: Continuity, cause: Cause) -> Step:
         state,
         phase=Phase.REPLAYING,
         ticket=state.ticket + 1,
-        asked_at=state.expected,
+        asked_next=state.held[-1][0] + 1 if state.held else 0,
+        is_last_resort=state.expected is None,
         is_verified=not state.expected,
         has_parts=False,
         asked_epochs=state.seen_epochs,
@@ -210,6 +211,8 @@ def _replay_part(state: Continuity, event: ReplayPart) -> Step:
         if batch.epoch is None and state.last_timestamp not in (None, batch.timestamp):
             return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())
         return _drain(replace(state, is_verified=True))
+    if any(number == sequence and live.timestamp != batch.timestamp for number, live in state.held):
+        return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())  # two processes' messages meet
     state = _hold(state, sequence, batch)
     if state.expected is None and sequence == 0:
         state = replace(state, expected=0)
@@ -217,18 +220,17 @@ def _replay_part(state: Continuity, event: ReplayPart) -> Step:
 
 
 def _replay_end(state: Continuity) -> Step:
-    done: list[Action] = [ReplayDone(ReplayResult.WHOLE)]
-    if state.is_verified and not state.has_parts and state.expected is None and state.held:
-        state = replace(state, expected=0)  # it was asked before the first message, which then was lost
-        return _after(done, _ask_replay(state, Cause.GAP))
-    if state.is_verified and (state.expected is None or not state.held):
-        return _settle(state, done)
-    if state.is_verified and state.expected != state.asked_at:  # filled; since then a live message was lost
-        return _after(done, _ask_replay(state, Cause.GAP))
-    done = [ReplayDone(ReplayResult.INCOMPLETE)]
     if not state.is_verified:
-        return _after(done, _begin_anew(state, Cause.REPLAY, held=()))
-    return _after(done, _give_up(state, Cause.REPLAY))
+        return _after([ReplayDone(ReplayResult.INCOMPLETE)], _begin_anew(state, Cause.REPLAY, held=()))
+    if state.expected is None and state.held:  # the buffer begins later, or there was nothing yet
+        state = replace(state, expected=state.held[0][0] if state.has_parts else 0)
+    state, actions = _drain(state)
+    if not state.held:
+        return _settle(state, [ReplayDone(ReplayResult.WHOLE), *actions])
+    assert state.expected is not None
+    if state.expected < state.asked_next:  # it was there to be had, and did not come
+        return _after([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
+    return _after([ReplayDone(ReplayResult.WHOLE), *actions], _ask_replay(state, Cause.GAP))  # lost since the asking
 
 
 def _ask_failed(state: Continuity) -> Step:
@@ -236,7 +238,7 @@ def _ask_failed(state: Continuity) -> Step:
     if state.phase is Phase.SNAPSHOT and state.has_replay:
         return _ask_replay(replace(state, expected=None), Cause.SNAPSHOT)
     if state.phase is Phase.REPLAYING and state.expected is None:
-        return _settle(state, done)  # the last resort failed, too
+        return _settle(state, done)
     return _after(done, _give_up(state, Cause.REPLAY if done else Cause.SNAPSHOT))
 
 
@@ -288,7 +290,7 @@ def _confirm(state: Continuity, epoch: str) -> Continuity:
 def _begin_anew(state: Continuity, cause: Cause, *, held: Held) -> Step:
     """No picture. ``held`` is what is surely of this publisher and counts once the rest is here."""
     actions: list[Action] = [] if cause is Cause.JOIN else [Clear(cause)]
-    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True, asked_at=None)
+    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True)
     if held and held[0][0] == 0 and held[0][1].epoch is None:
         return _settle(state, actions)
     if state.has_snapshot:
@@ -301,7 +303,7 @@ def _begin_anew(state: Continuity, cause: Cause, *, held: Held) -> Step:
 
 def _give_up(state: Continuity, cause: Cause) -> Step:
     """What is missing cannot be had one by one: a snapshot, or an empty picture and what is held."""
-    if state.phase is Phase.REPLAYING and state.asked_at is not None and state.has_snapshot:
+    if state.phase is Phase.REPLAYING and not state.is_last_resort and state.has_snapshot:
         return _begin_anew(state, cause, held=())
     return _settle(replace(state, expected=None, last_timestamp=None), [Clear(cause)])
 
@@ -357,7 +359,7 @@ def _drain(state: Continuity) -> Step:
 
 def _settle(state: Continuity, actions: list[Action]) -> Step:
     """Be live. Without a picture, begin with the last unbroken run of what is held: only that surely still holds."""
-    state = replace(state, phase=Phase.LIVE, asked_at=None, is_verified=True)
+    state = replace(state, phase=Phase.LIVE, is_verified=True)
     if state.expected is None and state.held:
         epoch = state.epoch or state.held[-1][1].epoch
         held = tuple(item for item in state.held if item[1].epoch == epoch)

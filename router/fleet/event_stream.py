@@ -51,7 +51,7 @@ from router.wire.kv_events import (
 RECEIVE_HIGH_WATER: Final = 100_000
 _LOG_EVERY_SECONDS: Final = 60.0
 _YIELD_EVERY_MESSAGES: Final = 64
-#: The publisher learns of the subscription a moment after the handshake; what it sends before is not for us.
+#: The publisher learns of a subscription a moment after the handshake; an answer must not be older than that.
 _SUBSCRIBE_SECONDS: Final = 0.05
 
 
@@ -158,7 +158,6 @@ class EventStream:
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             await recv_monitor_message(monitor)
-            await asyncio.sleep(_SUBSCRIBE_SECONDS)
             self._feed(Joined())
 
     async def _check_now_and_then(self) -> None:
@@ -215,9 +214,9 @@ class EventStream:
         self._ask = self._tasks.create_task(self._answer(ask))
 
     async def _answer(self, ask: AskReplay | AskSnapshot) -> None:
-        wait = self._last_ask_at + self._times.between_asks - self._clock()
-        if ask.cause is not Cause.GAP and wait > 0:
-            await asyncio.sleep(wait)
+        if ask.cause is not Cause.GAP:
+            pause = self._last_ask_at + self._times.between_asks - self._clock()
+            await asyncio.sleep(max(pause, _SUBSCRIBE_SECONDS))
         self._last_ask_at = self._clock()
         try:
             if isinstance(ask, AskReplay):

@@ -215,3 +215,22 @@ def test_sigterm_lets_a_running_answer_end() -> None:
         assert rest[-1] == "data: [DONE]"
         running.process.communicate(timeout=20)
         assert running.process.returncode == 0
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    """A stream of a minute is under way: the first signal would wait for it, the second ends it with an error frame."""
+    with shim("--sim-decode-step", "20") as (_, url), router("--worker", url) as (running, data, _):
+        until(lambda: data.get("/readyz").status_code == 200)
+        body = {"model": "needle", "prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with data.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.process.terminate()
+            time.sleep(0.5)
+            assert running.process.poll() is None
+            running.process.terminate()
+            rest = [line for line in lines if line]
+        assert '"error"' in rest[-1]
+        _, errors = running.process.communicate(timeout=20)
+    assert running.process.returncode == 0
+    assert "Traceback" not in errors

@@ -87,6 +87,11 @@ class Consumer:
             await asyncio.sleep(0.02)
         assert self.holds(slot=slot) == wanted
 
+    async def joined(self) -> None:
+        """The first replay is over, so that the next one is for what a test does."""
+        while not self.count("kv_event_replays", result="whole"):  # noqa: ASYNC110 (a counter has no event)
+            await asyncio.sleep(0.01)
+
     def count(self, name: str, **labels: str) -> float:
         return (
             self.metrics.registry.get_sample_value(f"homing_{name}_total", {"worker": "w", "rank": "0"} | labels) or 0.0
@@ -127,6 +132,7 @@ async def test_a_lost_range_is_replayed(consumer: Consumer, publisher: KvPublish
     await publisher.subscribed()
     await publisher.publish(stored(0))
     await publisher.publish(stored(1))
+    await consumer.joined()
     await consumer.until({0, 1})
     await publisher.publish(stored(2), lost=True)
     await publisher.publish(stored(3), lost=True)
@@ -189,6 +195,7 @@ async def test_a_replay_without_answer_gives_up_and_goes_on(consumer: Consumer, 
     consumer.follow(await publisher.start())
     await publisher.subscribed()
     await publisher.publish(stored(0))
+    await consumer.joined()
     await consumer.until({0})
     publisher.answers_replays = False
     await publisher.publish(stored(1), lost=True)
@@ -208,6 +215,7 @@ async def test_a_gap_longer_than_the_buffer_keeps_only_what_is_sure(
     consumer.follow(await publisher.start())
     await publisher.subscribed()
     await publisher.publish(stored(0))
+    await consumer.joined()
     await consumer.until({0})
     for number in range(1, 6):
         await publisher.publish(stored(number), lost=True)
@@ -224,6 +232,7 @@ async def test_damage_is_counted_logged_once_and_followed_by_a_new_beginning(
     consumer.follow(await publisher.start())
     await publisher.subscribed()
     await publisher.publish(stored(0))
+    await consumer.joined()
     await consumer.until({0})
     for _ in range(3):
         await publisher.publish(damaged=True)
