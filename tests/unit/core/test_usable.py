@@ -1,0 +1,109 @@
+"""Usable prefixes, against the rules applied to every boundary one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
+
+
+@given(slots=st.sets(st.integers(0, 200)))
+def test_slots_are_listed_from_the_lowest(slots: set[int]) -> None:
+    """A mask's bits, in order, beyond 64 too."""
+    assert list(slots_of(sum(1 << slot for slot in slots))) == sorted(slots)
+
+
+@given(
+    held=st.dictionaries(st.integers(0, 90), st.integers(0, 12), max_size=8),
+    blocks=st.integers(1, 12),
+    limit=st.integers(-1, 12),
+)
+def test_depth_is_counted_block_by_block(held: dict[int, int], blocks: int, limit: int) -> None:
+    """Each rank holds some first blocks: as many of them as the prompt has, up to the limit."""
+    limit = min(limit, blocks)
+
+    def mask(key: int) -> int:
+        return sum(1 << slot for slot, count in held.items() if key < count)
+
+    expected = {slot: min(count, limit) for slot, count in held.items() if min(count, limit) > 0}
+    assert depths(range(blocks), mask, limit=limit) == expected
+
+
+def masks_of(held: dict[int, set[int]], *, bit: int, rules: dict[int, Rule]) -> dict[int, Mask]:
+    """Block j of a group is named by the key of its last unit; here keys are the units' numbers."""
+
+    def mask_of(group: int) -> Mask:
+        ends = {(block + 1) * rules[group].stride - 1 for block in held[group]}
+        return lambda key: bit if key in ends else 0
+
+    return {group: mask_of(group) for group in held}
+
+
+def accepts(rule: Rule, held: set[int], end: int) -> bool:
+    """The rule of one group in its own words: which blocks must be there for a hit of ``end`` units."""
+    if rule.kind is Kind.UNUSED:
+        return True
+    if end % rule.stride:
+        return False
+    blocks = end // rule.stride
+    first = {
+        Kind.WINDOW: max(0, blocks - rule.needed),
+        Kind.CHUNK: end // max(1, rule.needed) * rule.needed // rule.stride,
+        Kind.DENSE: 0,
+    }[rule.kind]
+    return all(block in held for block in range(first, blocks))
+
+
+RULES = st.builds(Rule, st.sampled_from(Kind), st.integers(1, 3), st.integers(1, 6))
+
+
+@given(
+    depth=st.integers(0, 12),
+    groups=st.dictionaries(st.integers(0, 5), st.tuples(RULES, st.sets(st.integers(0, 11))), max_size=3),
+    slot=st.sampled_from([0, 3, 70]),
+)
+def test_the_boundary_is_the_largest_that_all_groups_accept(
+    depth: int, groups: dict[int, tuple[Rule, set[int]]], slot: int
+) -> None:
+    """Found by moving down; here every boundary is tried."""
+    rules = {group: rule for group, (rule, _) in groups.items()}
+    held = {group: blocks for group, (_, blocks) in groups.items()}
+    masks = masks_of(held, bit=1 << slot, rules=rules)
+
+    expected = max(end for end in range(depth + 1) if all(accepts(rules[each], held[each], end) for each in groups))
+    assert boundary(range(12), depth, bit=1 << slot, groups=masks, rules=rules) == expected
+
+
+def test_groups_can_push_one_another_down_to_nothing() -> None:
+    """By hand: a window of 2 holds blocks 2,3,6,7 and a checkpoint stands at 6; together they agree on 0 only."""
+    rules = {0: Rule(Kind.WINDOW, needed=2), 1: Rule(Kind.WINDOW, needed=1)}
+    masks = masks_of({0: {2, 3, 6, 7}, 1: {5}}, bit=1, rules=rules)
+    window, checkpoint = {0: masks[0]}, {1: masks[1]}
+
+    assert boundary(range(8), 8, bit=1, groups=window, rules=rules) == 8
+    assert boundary(range(8), 7, bit=1, groups=window, rules=rules) == 4
+    assert boundary(range(8), 8, bit=1, groups=checkpoint, rules=rules) == 6
+    assert boundary(range(8), 8, bit=1, groups=masks, rules=rules) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "window_tokens", "eagle", "expected"),
+    [
+        ("sliding_window", 65, False, Rule(Kind.WINDOW, 1, 4)),  # 64 tokens before the query: 4 blocks of 16
+        ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5)),
+        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5)),
+        ("mamba", None, False, Rule(Kind.WINDOW, 1, 1)),
+        ("full_attention", None, False, Rule(Kind.DENSE, 1)),
+        (None, None, False, Rule(Kind.DENSE, 1)),
+        ("cross_attention", None, False, Rule(Kind.UNUSED, 1)),
+    ],
+)
+def test_a_groups_rule_follows_from_its_kind(
+    kind: str | None, window_tokens: int | None, eagle: bool, expected: Rule
+) -> None:
+    """In blocks of 16 tokens: ceil((W-1)/16) of a window, one more with EAGLE, one checkpoint of a state."""
+    geometry = Geometry(eagle=eagle)
+
+    assert rule_of(kind, window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=geometry) == expected
