@@ -32,6 +32,7 @@ from router.core.continuity_types import (
     Check,
     Clear,
     Damaged,
+    Discarded,
     Event,
     Joined,
     Load,
@@ -113,6 +114,8 @@ def advance(state: Continuity, event: Event) -> Step:
             return _ask_replay(state, Cause.CHECK) if can_ask else (state, [])
         case Restarted():
             return _begin_anew(state, Cause.RESTART, held=())
+        case Discarded():
+            return _begin_anew(state, Cause.LAYOUT, held=())
 
 
 def _is_open(state: Continuity, phase: Phase, ticket: int) -> bool:

@@ -18,6 +18,7 @@ class Cause(StrEnum):
     REPLAY = "replay"  # a replay failed or did not reach back far enough
     SNAPSHOT = "snapshot"  # a snapshot could not be had
     DAMAGE = "damage"
+    LAYOUT = "layout"  # blocks of another size turned up, and the index had to begin anew
     OVERFLOW = "overflow"  # more was held than may be
 
 
@@ -94,7 +95,12 @@ class Restarted:
     """Somebody else knows that the worker is a new process."""
 
 
-Event = Joined | Check | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """The index could not keep its picture of the rank, and must be told everything again."""
+
+
+Event = Joined | Check | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted | Discarded
 
 
 # --- actions: what the shell must do, in this order -----------------------------------------------

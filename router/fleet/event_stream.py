@@ -25,6 +25,7 @@ from router.core.continuity_types import (
     Check,
     Clear,
     Damaged,
+    Discarded,
     Event,
     Joined,
     Load,
@@ -56,11 +57,11 @@ _SUBSCRIBE_SECONDS: Final = 0.05
 
 
 class Picture(Protocol):
-    """Where a rank's events go: the fleet's index."""
+    """Where a rank's events go: the fleet's index. False: the picture is gone and must be told from its start."""
 
-    def apply(self, slot: int, batch: EventBatch, *, now: float) -> None: ...
+    def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool: ...
     def clear(self, slot: int, cause: str) -> None: ...
-    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> None: ...
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,13 @@ class EventStream:
         self._state, actions = advance(self._state, event)
         if self._state.phase is Phase.LIVE:
             self.is_synchronized.set()
+        is_kept = True
         for action in actions:
             match action:
                 case Apply(batch):
-                    self._picture.apply(self._slot, batch, now=self._clock())
+                    is_kept &= self._picture.apply(self._slot, batch, now=self._clock())
                 case Load(snapshot):
-                    self._picture.load_snapshot(self._slot, snapshot, now=self._clock())
+                    is_kept &= self._picture.load_snapshot(self._slot, snapshot, now=self._clock())
                 case Clear(cause):
                     self._log.info("cache picture thrown away", cause=str(cause))
                     self._picture.clear(self._slot, cause)
@@ -206,6 +208,8 @@ class EventStream:
                     if action.cause is Cause.GAP:
                         self._metrics.event_gaps.labels(*self._labels).inc()
                     self._start(action)
+        if not is_kept:
+            self._feed(Discarded())
 
     def _start(self, ask: AskReplay | AskSnapshot) -> None:
         assert self._tasks is not None, "the machine asks only while the stream runs"

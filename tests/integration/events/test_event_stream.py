@@ -20,7 +20,7 @@ from router.settings import RoutingSettings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import AllBlocksCleared, EventBatch, EventSource, Snapshot
+from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, EventSource, Snapshot
 from tests.fakes.kv_publisher import BLOCK_TOKENS, KvPublisher, removed, stored
 
 TIMES = StreamTimes(replay_idle=0.3, replay_total=5.0, check_every=60.0, between_asks=0.01)
@@ -292,6 +292,29 @@ async def test_two_ranks_do_not_mix(consumer: Consumer, context: zmq.asyncio.Con
     await consumer.until(set(), slot=0)
     assert consumer.holds(slot=1) == {1, 2}
     await other.stop()
+
+
+async def test_an_index_that_discards_its_picture_is_told_everything_again(
+    consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index says so once, at the second message: both are read again from the start."""
+    told: list[int | bytes | str] = []
+
+    def apply(slot: int, batch: EventBatch, *, now: float) -> bool:
+        told.extend(event.hashes[0] for event in batch.events if isinstance(event, BlockStored))
+        return told != [0, 1]
+
+    monkeypatch.setattr(consumer.fleet, "apply", apply)
+    monkeypatch.setattr(consumer.fleet, "clear", lambda slot, cause: told.append(str(cause)))
+    consumer.follow(await publisher.start())
+    await publisher.subscribed()
+    await publisher.publish(stored(0))
+    await consumer.joined()
+    await publisher.publish(stored(1))
+    async with asyncio.timeout(5):
+        while told != [0, 1, "layout", 0, 1]:  # noqa: ASYNC110 (a list has no event)
+            await asyncio.sleep(0.01)
+    assert publisher.replays[-1] == 0
 
 
 async def test_a_long_replay_leaves_the_loop_to_others(consumer: Consumer, publisher: KvPublisher) -> None:
