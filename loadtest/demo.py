@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 from rich.console import Console
 
-from engine_shim.model.needle_text import Fact, facts, haystack
+from engine_shim.model.needle_text import facts, haystack
 
 POLICIES = ("round_robin", "affinity")
-SESSIONS = ("--sessions", "10", "--turns", "40", "--lanes", "6", "--seed", "1", "--scale-time", "0")
+SESSIONS = ("--sessions", "10", "--turns", "30", "--lanes", "6", "--seed", "1", "--scale-time", "0")
 HAYSTACK_TOKENS = 8_000
 QUESTIONS = 32
 START_SECONDS = 120.0
@@ -149,7 +150,8 @@ def _router(policy: str, workers: Sequence[str], folder: Path) -> Iterator[str]:
 
 def _all_ready(admin: str, *, ranks: int) -> bool:
     workers = httpx.get(f"{admin}/admin/workers", timeout=10).json()["workers"]
-    return sum(rank["status"] == "ready" for worker in workers for rank in worker["ranks"]) == ranks
+    ready = [rank for worker in workers for rank in worker["ranks"] if rank["status"] == "ready"]
+    return len(ready) == ranks
 
 
 def _replay(policy: str, url: str, folder: Path) -> Path:
@@ -176,19 +178,35 @@ def _ask_needles(url: str, console: Console) -> tuple[int, float]:
         for _ in range(2):
             cached = prompt = 0
             for fact in stated:
-                answer = _ask(client, text, fact)
-                right += answer["choices"][0]["text"].strip() == fact.value
-                prompt += answer["usage"]["prompt_tokens"]
-                cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                answer = _ask(client, text + fact.question)
+                right += answer.choices[0].text.strip() == fact.value
+                prompt += answer.usage.prompt_tokens
+                cached += answer.usage.prompt_tokens_details.cached_tokens
     return right, cached / prompt
 
 
-def _ask(client: httpx.Client, text: str, fact: Fact) -> dict[str, object] | dict[str, dict[str, int]]:
-    body = {"model": "needle", "prompt": text + fact.question, "max_tokens": 4}
-    response = client.post("/v1/completions", json=body)
+class _Choice(msgspec.Struct):
+    text: str
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+def _ask(client: httpx.Client, prompt: str) -> _Answer:
+    response = client.post("/v1/completions", json={"model": "needle", "prompt": prompt, "max_tokens": 4})
     response.raise_for_status()
-    answer: dict[str, object] = response.json()
-    return answer
+    return msgspec.json.decode(response.content, type=_Answer)
 
 
 if __name__ == "__main__":
