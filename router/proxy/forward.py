@@ -49,8 +49,8 @@ class Outbound:
     target: bytes
     lines: bytes
 
-    def to(self, target: Target) -> bytes:
-        """The request as sent to ``target``, its rank named the way its engine wants."""
+    def to(self, target: Target) -> tuple[bytes, bytes]:
+        """Head and body as sent to ``target``, its rank named the way its engine wants."""
         body, rank_line = self.inference.body, b""
         if target.dp_size > 1:
             if target.engine is not Engine.VLLM:
@@ -58,7 +58,7 @@ class Outbound:
             if target.engine is not Engine.SGLANG:
                 rank_line = b"%b: %d\r\n" % (names.DP_RANK, target.rank)
         host = f"[{target.host}]" if ":" in target.host else target.host
-        return b"POST %b%b HTTP/1.1\r\nhost: %b:%d\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
+        head = b"POST %b%b HTTP/1.1\r\nhost: %b:%d\r\n%b%bcontent-length: %d\r\n\r\n" % (
             target.base_path.encode(),
             self.target,
             host.encode(),
@@ -66,8 +66,8 @@ class Outbound:
             rank_line,
             self.lines,
             len(body),
-            body,
         )
+        return head, body
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Forwarder:
         kept = self._pool.take(target)
         if kept is not None:
             run.connection = kept
-            kept.send(message)
+            kept.send(*message)
             head = await kept.first_byte()
             if not isinstance(head, Failure) or head.answered or head.outcome is not Outcome.RESET:
                 return head
@@ -163,7 +163,7 @@ class Forwarder:
         if isinstance(connection, Failure):
             return connection
         run.connection = connection
-        connection.send(message)
+        connection.send(*message)
         return await connection.first_byte()
 
     async def _refusal(self, run: _Run, head: AnswerHead) -> Refusal | Failure:

@@ -86,7 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Another exchange has been on this connection, so the worker may have closed it meanwhile."""
         return self._exchanges > 1
 
-    def send(self, request: bytes) -> None:
+    def send(self, head: bytes, body: bytes) -> None:
         """Begin an exchange."""
         self._reset()
         self._busy = True
@@ -95,7 +95,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             self._fail(Outcome.RESET, "the worker closed the connection")
         else:
-            self._transport.write(request)
+            self._transport.writelines((head, body))
 
     async def first_byte(self) -> AnswerHead | Failure:
         """Wait for the first byte of the answer's body, or the end of an answer that has none."""
