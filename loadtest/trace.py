@@ -11,6 +11,8 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
@@ -21,6 +23,16 @@ from loadtest.types import BlockRuns, Conversation, Session, Subagent, Turn, com
 MOONCAKE_BLOCK_TOKENS: Final = 512
 
 
+class GapRule(Enum):
+    """What a recorded turn waits for: its ``think_time``, or from the end of the turn before to its start.
+
+    They differ where turns overlapped: a turn that began before the last had ended has no gap from end to start.
+    """
+
+    THINK = "think"
+    END_TO_START = "end to start"
+
+
 class TraceError(Exception):
     """A trace cannot be read; the message names file, line and cause."""
 
@@ -29,23 +41,20 @@ Row = Mapping[str, object]
 T = TypeVar("T")
 
 
-def read_trace(path: Path, *, keep_duplicates: bool = False) -> list[Session]:
+def read_trace(path: Path, *, keep_duplicates: bool = False, gaps: GapRule = GapRule.THINK) -> list[Session]:
     """All sessions of a trace file, in the file's order.
 
     Sessions marked as near-duplicates of another (``dup_of``) are dropped unless ``keep_duplicates``.
     Raises ``TraceError``.
     """
+    parse = partial(_claude_code_session, gaps=gaps)
     rows = _rows(path)
     first = next(rows, None)
     if first is None:
         raise TraceError(f"{path}: no session in the file")
     rows = itertools.chain([first], rows)
     if "requests" in first[1]:
-        return [
-            _parsed(path, line, _claude_code_session, row)
-            for line, row in rows
-            if keep_duplicates or not row.get("dup_of")
-        ]
+        return [_parsed(path, line, parse, row) for line, row in rows if keep_duplicates or not row.get("dup_of")]
     if "input_length" in first[1]:
         return _mooncake_sessions(path, rows)
     raise TraceError(
@@ -79,18 +88,18 @@ def choose_sessions(recorded: list[Session], *, count: int, seed: int) -> Iterat
 # Recorded coding-agent sessions -----------------------------------------------------------------------------
 
 
-def _claude_code_session(row: Row) -> Session:
+def _claude_code_session(row: Row, *, gaps: GapRule) -> Session:
     session_id = _text(row, "id")
     block_tokens = _whole(row, "block_size", minimum=1)
     return Session(
         session_id=session_id,
         namespace=session_id,  # ids are local to the recording; subagents share their parent's
         block_tokens=block_tokens,
-        main=_conversation(row, block_tokens=block_tokens),
+        main=_conversation(row, block_tokens=block_tokens, gaps=gaps),
     )
 
 
-def _conversation(owner: Row, *, block_tokens: int) -> Conversation:
+def _conversation(owner: Row, *, block_tokens: int, gaps: GapRule) -> Conversation:
     """Requests in order, with subagent markers attached to the request they follow.
 
     A marker's ``t`` is the moment the subagent *ended* (so it is in all 30 of the public file, where
@@ -114,7 +123,7 @@ def _conversation(owner: Row, *, block_tokens: int) -> Conversation:
             spawned.append(
                 Subagent(
                     agent_id=_text(entry, "agent_id"),
-                    conversation=_conversation(entry, block_tokens=block_tokens),
+                    conversation=_conversation(entry, block_tokens=block_tokens, gaps=gaps),
                     delay_seconds=max(0.0, started_seconds - duration_seconds - ended_seconds) if turns else 0.0,
                     is_joined=has_next and entry.get("status") != "async_launched",
                 )
@@ -124,7 +133,7 @@ def _conversation(owner: Row, *, block_tokens: int) -> Conversation:
             continue
         if joined_seconds > ended_seconds:
             gap_seconds = max(0.0, started_seconds - joined_seconds)
-        elif "think_time" in entry:
+        elif gaps is GapRule.THINK and "think_time" in entry:
             gap_seconds = max(0.0, _number(entry, "think_time"))
         else:
             gap_seconds = max(0.0, started_seconds - ended_seconds) if turns else 0.0

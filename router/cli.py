@@ -20,6 +20,7 @@ commands:
   router    route requests over workers: OpenAI API on :8000, admin, metrics and console on :8001
   shim      run a worker of our own: paged-KV engine with prefix cache and cache events, on :8100
   replay    load a router or worker with coding-agent sessions; report latency and cache hits
+  simulate  compare routing policies over a recorded trace, in simulated time
   version   print the version
 
 try it on one machine, without a GPU:
@@ -57,8 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _part("engine_shim.cli", extra="engine")(rest)
         case ["replay", *rest]:
             return _part("loadtest.cli", extra=None)(rest)
+        case ["simulate", *rest]:
+            return _part("loadtest.simulate.cli", extra=None)(rest)
         case [unknown, *_]:
-            print(f"homing: unknown command {unknown!r}; there are router, shim, replay and version", file=sys.stderr)
+            print(
+                f"homing: unknown command {unknown!r}; there are router, shim, replay, simulate and version",
+                file=sys.stderr,
+            )
             return 2
     return 2
 

@@ -24,11 +24,12 @@ _TIE_SECONDS = 1e-6
 
 
 def candidates(view: FleetView, request: RouteRequest) -> list[RankView]:
-    """Ranks that may take the request: ready, serving the model, not tried before. A draining rank keeps its own."""
+    """Ranks that may take the request: ready, serving the model, open to it. A draining rank keeps its own."""
     return [
         rank
         for rank in view.ranks
         if rank.slot not in request.exclude
+        and (request.allowed is None or rank.slot in request.allowed)
         and request.model in rank.models
         and (rank.status is RankStatus.READY or (rank.status is RankStatus.DRAINING and rank.slot == request.home))
     ]

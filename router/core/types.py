@@ -142,6 +142,8 @@ class RouteRequest:
 
     ``reusable_tokens[slot]`` is the usable cached prefix on that rank (absent: none).
     ``home`` is the slot that served this session last, if it is still known.
+    ``loadable_tokens[slot]`` is the same prefix when lower tiers count too (absent: no more than is reusable).
+    ``allowed`` are the slots that admission left open (None: all).
     """
 
     model: str
@@ -151,6 +153,8 @@ class RouteRequest:
     session: SessionKey | None = None
     home: int | None = None
     exclude: frozenset[int] = frozenset()
+    loadable_tokens: Mapping[int, int] = field(default_factory=dict)
+    allowed: frozenset[int] | None = None
 
 
 class Price(NamedTuple):
