@@ -10,11 +10,12 @@ Groups are judged at the end of the dense prefix by the rules of ``core/usable``
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.core.provisional import Provisional
+from router.core.provisional import DENSE, Provisional, Ticket
 from router.core.tables import ChainTable, CopyTable
 from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of
 from router.wire.block_keys import block_keys, namespace_seed
@@ -28,7 +29,11 @@ MAX_UNNAMED = 65536
 
 @dataclass(slots=True)
 class _RankState:
-    """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one."""
+    """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one.
+
+    ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
+    whether it keeps every block (True) or only what lies before a prompt's end.
+    """
 
     bit: int
     names: dict[EngineHash, int]
@@ -36,7 +41,9 @@ class _RankState:
     blocks: int = 0
     dense_group: int | None = None
     stride: int = 1
+    align: int = 1
     rules: dict[int, Rule] = field(default_factory=dict)
+    keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
 
@@ -74,6 +81,7 @@ class PrefixIndex:
     def clear(self, slot: int) -> None:
         """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
         rank = self._ranks[slot]
+        self.provisional.forget_ended(slot)
         for table in (self._dense, self._lower, *self._sparse.values()):
             table.clear(slot)
         rank.blocks = 0
@@ -121,6 +129,9 @@ class PrefixIndex:
             self._set_stride(slot, rule.stride)
         else:
             rank.rules[event.group] = rule
+        rank.align = math.lcm(
+            rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
+        )
 
     def _set_stride(self, slot: int, stride: int | None) -> None:
         """Note how many units a dense block of the rank has; None as it leaves."""
@@ -142,18 +153,28 @@ class PrefixIndex:
             return
         rank.blocks += self._dense.extend(slot, parent, keys)
         rank.names.update(zip(event.hashes, keys, strict=True))
+        self.provisional.confirm(slot, DENSE, keys)
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
 
     def _store_sparse(self, rank: _RankState, slot: int, event: BlockStored) -> None:
         table = self._sparse[event.group]
+        self._note_keeping(rank, event)
         for name in event.hashes:
             key = rank.names.get(name)
             if key is not None:
                 table.gain(slot, key)
+                self.provisional.confirm(slot, event.group, (key,))
             else:
                 rank.unnamed.setdefault(name, []).append(event.group)
                 _bound(rank.unnamed, MAX_UNNAMED)
+
+    def _note_keeping(self, rank: _RankState, event: BlockStored) -> None:
+        """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
+        if not event.hashes:
+            rank.keeps_all[event.group] = False
+        elif event.is_dense and len(event.hashes) > rank.rules[event.group].needed:
+            rank.keeps_all.setdefault(event.group, True)
 
     def _store_lower(self, slot: int, event: BlockStored) -> None:
         """A copy below the device, in host memory or on disk: worth a load, not a prefill. Dense groups only."""
@@ -194,6 +215,7 @@ class PrefixIndex:
         for name in names:
             for group in rank.unnamed.pop(name, ()):
                 self._sparse[group].gain(slot, rank.names[name])
+                self.provisional.confirm(slot, group, (rank.names[name],))
         for name in names:
             for event in rank.orphans.pop(name, ()):
                 self._store_dense(rank, slot, event)
@@ -230,6 +252,51 @@ class PrefixIndex:
             for name in [name for name, key in names.items() if not self._held(key)]:
                 del names[name]
         self._dense.sweep()
+
+    # --- what requests will leave behind ------------------------------------------------------------------
+
+    def promise(self, slot: int, keys: Sequence[int], *, prompt_tokens: int) -> Ticket:
+        """Count a prompt's blocks as resident from now on; events, or ``provisional.drop``, end that.
+
+        Window groups keep what lies before two places (vLLM's retention): where this very prompt could be resumed, and
+        where the dense group alone had known it up to (a junction, which others may share). Only blocks that the
+        request computes are kept by it.
+        """
+        rank = self._ranks[slot]
+        ends = keys[rank.stride - 1 :: rank.stride]
+        held = depths(ends, lambda key: self._dense.sound(key) & rank.bit, limit=len(ends)).get(slot, 0)
+        promised = {DENSE: ends[held:]}
+        if rank.rules:
+            limit = (prompt_tokens - 1) // self.block_tokens
+            known = self._depths(keys, prompt_tokens, self._mask).get(slot, 0)
+            usable = self._boundary(rank, keys, known)
+            kept = {end - end % rank.align for end in ((limit, known) if known > usable else (limit,))}
+            for group, rule in rank.rules.items():
+                promised[group] = self._promised(rank, group, rule, keys, start=usable, ends=kept)
+        return self.provisional.add(slot, promised)
+
+    def promise_more(self, slot: int, keys: Sequence[int], *, start: int) -> Ticket:
+        """Count the units from ``start`` on as resident, too: what a request has generated."""
+        rank = self._ranks[slot]
+        start -= start % rank.stride
+        promised = {DENSE: keys[start + rank.stride - 1 :: rank.stride]}
+        for group, rule in rank.rules.items():
+            promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
+        return self.provisional.add(slot, promised)
+
+    def _promised(
+        self, rank: _RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
+    ) -> Sequence[int]:
+        stride, first = rule.stride, start // rule.stride
+        kept: set[int] = set()
+        if rule.kind in (Kind.DENSE, Kind.CHUNK) or rank.keeps_all.get(group, False):
+            kept.update(range(first, len(keys) // stride))
+        elif rule.kind is Kind.WINDOW:
+            for end in ends:
+                kept.update(range(max(first, rule.first_needed(end // stride)), end // stride))
+        held = self._sparse[group].masks
+        names = [keys[(block + 1) * stride - 1] for block in sorted(kept)]
+        return [key for key in names if not held.get(key, 0) & rank.bit]
 
     # --- lookup ---------------------------------------------------------------------------------------
 
@@ -274,13 +341,13 @@ class PrefixIndex:
         return mask | self.provisional.dense.get(key, 0)
 
     def _boundary(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
-        tails = self.provisional.tails
+        def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
+            return lambda key: masks.get(key, 0) | promised.get(key, 0)
 
-        def mask_of(masks: dict[int, int]) -> Mask:
-            return lambda key: masks.get(key, 0) | tails.get(key, 0)
-
-        groups = {group: mask_of(self._sparse[group].masks) for group in rank.rules}
-        return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules)
+        groups = {
+            group: mask_of(self._sparse[group].masks, self.provisional.sparse.get(group, {})) for group in rank.rules
+        }
+        return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
 
     # --- what others show -------------------------------------------------------------------------------
 
@@ -298,11 +365,6 @@ class PrefixIndex:
     def orphans(self, slot: int) -> int:
         """Blocks a rank has announced whose parent is not known."""
         return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
-
-    def tail_units(self, slot: int) -> int:
-        """Units at a prompt's end that the rank's sparse groups need (0: it has none)."""
-        rules = self._ranks[slot].rules.values()
-        return max((rule.needed * rule.stride for rule in rules if rule.kind is Kind.WINDOW), default=0)
 
     def residency(self, slot: int) -> dict[int, frozenset[int]]:
         """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""

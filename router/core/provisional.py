@@ -1,87 +1,132 @@
-"""Blocks that a dispatched request will leave behind, before any event says so.
+"""Blocks that a request in flight is expected to leave behind, before any event says so.
 
-Engines' events come up to a second late. From dispatch until some time after its end a request's blocks count as
-resident on its rank, so that a second request for the same prompt, in the same instant, finds them.
+Engines' events come up to a second late. What a dispatched request will store counts as resident on its rank at once,
+so that a second request for the same prompt, in the same instant, finds it. Each promise ends in one of three ways:
+
+- an event *confirms* a block: from then on the events alone speak of it;
+- the prompt's last block is confirmed: what else the request had promised, and no event brought, was promised wrongly;
+- the request failed, or ended some time ago: its ticket is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+#: The dense group in a promise; other groups have the engine's own numbers.
+DENSE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What one request has entered: to be dropped as it was added. ``epoch`` tells a slot's ranks apart."""
+    """One promise: to be dropped as it was added. Ranks that follow one another in a slot never share a ticket."""
+
+    number: int
+    slot: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a ticket stands for. ``last`` is the dense block whose event ends the waiting."""
 
     slot: int
-    epoch: int
-    keys: tuple[int, ...]
-    tail: tuple[int, ...]
+    keys: Mapping[int, Sequence[int]]
+    last: int | None
+    has_ended: bool = False
 
 
 class Provisional:
-    """Two tables of slot bits, read by the index: ``dense`` (all blocks) and ``tails`` (window groups)."""
+    """Slot bits of promised blocks, read by the index: ``dense[key]`` and ``sparse[group][key]``."""
 
     def __init__(self) -> None:
         self.dense: dict[int, int] = {}
-        self.tails: dict[int, int] = {}
-        self._more: dict[tuple[int, int, bool], int] = {}
-        self._epochs: dict[int, int] = {}
+        self.sparse: dict[int, dict[int, int]] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._by_slot: dict[int, set[int]] = {}
+        self._owners: dict[tuple[int, int, int], list[int]] = {}
+        self._fulfilled: list[int] = []
+        self._next = 0
 
-    def add(self, slot: int, keys: Sequence[int], *, tail_blocks: int, held_blocks: int = 0) -> Ticket:
-        """Enter the blocks of a prompt after those that the rank holds; the last ``tail_blocks`` also as window.
+    def __len__(self) -> int:
+        return len(self._owners)
 
-        Blocks that count as held only because another request promised them are promised again, since that
-        request may fail.
+    def add(self, slot: int, promised: Mapping[int, Sequence[int]]) -> Ticket:
+        """Promise blocks of a rank: keys by group, ``DENSE`` for the chain itself, in the order of the prompt.
+
+        Blocks that only another request has promised are promised again, since that one may fail.
         """
+        ticket = Ticket(self._next, slot)
+        self._next += 1
+        dense = promised.get(DENSE, ())
+        self._entries[ticket.number] = _Entry(slot, promised, dense[-1] if dense else None)
+        self._by_slot.setdefault(slot, set()).add(ticket.number)
         bit = 1 << slot
-        while held_blocks and self.dense.get(keys[held_blocks - 1], 0) & bit:
-            held_blocks -= 1
-        tail = tuple(keys[max(0, len(keys) - tail_blocks) :])
-        ticket = Ticket(slot=slot, epoch=self._epochs.get(slot, 0), keys=tuple(keys[held_blocks:]), tail=tail)
-        self._enter(self.dense, slot, ticket.keys, in_tail=False)
-        self._enter(self.tails, slot, ticket.tail, in_tail=True)
+        for group, keys in promised.items():
+            table = self._table(group)
+            for key in keys:
+                table[key] = table.get(key, 0) | bit
+                self._owners.setdefault((slot, group, key), []).append(ticket.number)
         return ticket
 
-    def drop(self, ticket: Ticket) -> None:
-        """Take back what ``add`` entered, unless the slot was forgotten since."""
-        if ticket.epoch != self._epochs.get(ticket.slot, 0):
+    def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
+        """An event said that these blocks are resident."""
+        if slot not in self._by_slot:
             return
-        self._leave(self.dense, ticket.slot, ticket.keys, in_tail=False)
-        self._leave(self.tails, ticket.slot, ticket.tail, in_tail=True)
+        table = self._table(group)
+        for key in keys:
+            owners = self._owners.pop((slot, group, key), None)
+            if owners is None:
+                continue
+            _clear_bit(table, key, 1 << slot)
+            if group == DENSE:
+                self._fulfilled += [number for number in owners if self._entries[number].last == key]
+
+    def settle(self) -> None:
+        """A batch of events has been applied whole: promises that it should have confirmed and did not are void."""
+        for number in self._fulfilled:
+            if number in self._entries:
+                self._remove(number)
+        self._fulfilled.clear()
+
+    def end(self, ticket: Ticket) -> None:
+        """The request has ended; its events may still be under way."""
+        if ticket.number in self._entries:
+            self._entries[ticket.number].has_ended = True
+
+    def drop(self, ticket: Ticket) -> None:
+        """Take back what ``add`` entered, as far as it still stands."""
+        if ticket.number in self._entries:
+            self._remove(ticket.number)
+
+    def forget_ended(self, slot: int) -> None:
+        """The rank's cache was emptied: what ended requests left is gone, what running ones will store is not."""
+        for number in [number for number in self._by_slot.get(slot, ()) if self._entries[number].has_ended]:
+            self._remove(number)
 
     def forget(self, slot: int) -> None:
-        """The rank is gone or lost its cache: nothing is promised of the slot, and open tickets are void."""
-        bit = 1 << slot
-        for table in (self.dense, self.tails):
-            for key in [key for key, mask in table.items() if mask & bit]:
-                _clear_bit(table, key, bit)
-        for entry in [entry for entry in self._more if entry[0] == slot]:
-            del self._more[entry]
-        self._epochs[slot] = self._epochs.get(slot, 0) + 1
+        """The rank is gone: nothing is promised of the slot, and open tickets are void."""
+        for number in list(self._by_slot.get(slot, ())):
+            self._remove(number)
 
-    def _enter(self, table: dict[int, int], slot: int, keys: Sequence[int], *, in_tail: bool) -> None:
-        bit = 1 << slot
-        for key in keys:
-            mask = table.get(key, 0)
-            if mask & bit:
-                entry = (slot, key, in_tail)
-                self._more[entry] = self._more.get(entry, 0) + 1
-            else:
-                table[key] = mask | bit
+    def _remove(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        siblings = self._by_slot[entry.slot]
+        siblings.remove(number)
+        if not siblings:
+            del self._by_slot[entry.slot]
+        for group, keys in entry.keys.items():
+            table = self._table(group)
+            for key in keys:
+                owners = self._owners.get((entry.slot, group, key))
+                if owners is None or number not in owners:  # confirmed since
+                    continue
+                owners.remove(number)
+                if not owners:
+                    del self._owners[entry.slot, group, key]
+                    _clear_bit(table, key, 1 << entry.slot)
 
-    def _leave(self, table: dict[int, int], slot: int, keys: Sequence[int], *, in_tail: bool) -> None:
-        bit = 1 << slot
-        for key in keys:
-            entry = (slot, key, in_tail)
-            more = self._more.get(entry)
-            if more is None:
-                _clear_bit(table, key, bit)
-            elif more == 1:
-                del self._more[entry]
-            else:
-                self._more[entry] = more - 1
+    def _table(self, group: int) -> dict[int, int]:
+        return self.dense if group == DENSE else self.sparse.setdefault(group, {})
 
 
 def _clear_bit(table: dict[int, int], key: int, bit: int) -> None:

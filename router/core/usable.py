@@ -14,6 +14,7 @@ ends at unit ``(j+1) * stride`` and is named by the chain key of its last unit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,11 +42,25 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one group of one rank asks for. ``needed`` is in blocks (window) or units (chunk)."""
+    """What one group of one rank asks for. ``needed`` is in blocks (window) or tokens (chunk)."""
 
     kind: Kind
     stride: int = 1
     needed: int = 0
+    unit_tokens: int = 1
+
+    def first_needed(self, end: int) -> int:
+        """The first block that must be held for a boundary after ``end`` blocks."""
+        match self.kind:
+            case Kind.WINDOW:
+                return max(0, end - self.needed)
+            case Kind.CHUNK:
+                block_tokens = self.stride * self.unit_tokens
+                return end * block_tokens // self.needed * self.needed // block_tokens
+            case Kind.DENSE:
+                return 0
+            case Kind.UNUSED:
+                return end
 
 
 _KINDS = {
@@ -70,7 +85,7 @@ def rule_of(
             blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
             return Rule(Kind.WINDOW, stride, max(1, blocks) + geometry.eagle)
         case Kind.CHUNK if geometry.chunk_tokens:
-            return Rule(Kind.CHUNK, stride, geometry.chunk_tokens // unit_tokens)
+            return Rule(Kind.CHUNK, stride, geometry.chunk_tokens, unit_tokens)
         case Kind.DENSE | Kind.CHUNK:  # a chunk of unknown size is taken for all there is
             return Rule(Kind.DENSE, stride)
         case other:
@@ -112,36 +127,37 @@ def depths(keys: Sequence[int], mask: Mask, *, limit: int) -> dict[int, int]:
 
 
 def boundary(
-    keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], rules: Mapping[int, Rule]
+    keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], rules: Mapping[int, Rule], align: int = 1
 ) -> int:
-    """The largest boundary at or below ``depth`` units that every group accepts."""
+    """The largest boundary at or below ``depth`` units, a multiple of ``align``, that every group accepts."""
     agreed = -1
+    depth -= depth % align
     while depth != agreed:
         agreed = depth
         for group, mask in groups.items():
-            depth = _accepted(keys, depth, bit=bit, mask=mask, rule=rules[group])
+            depth = _accepted(keys, depth, bit=bit, mask=mask, rule=rules[group], align=align)
     return depth
 
 
-def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Rule) -> int:
+def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Rule, align: int) -> int:
+    """The largest aligned boundary at or below ``depth`` that one group accepts."""
+    if rule.kind is Kind.UNUSED:
+        return depth
     stride = rule.stride
-    blocks = depth // stride
+    step = math.lcm(align, stride) // stride  # blocks from one boundary to the next
+    end = depth // stride // step * step
 
     def held(block: int) -> bool:
         return bool(mask(keys[(block + 1) * stride - 1]) & bit)
 
-    match rule.kind:
-        case Kind.WINDOW:
-            end, block = blocks, blocks - 1
-            while block >= 0 and end - 1 - block < rule.needed:
-                if not held(block):
-                    end = block
-                block -= 1
-            return end * stride
-        case Kind.CHUNK:
-            first = depth // rule.needed * rule.needed // stride
-            return stride * next((block for block in range(first, blocks) if not held(block)), blocks)
-        case Kind.DENSE:
-            return stride * next((block for block in range(blocks) if not held(block)), blocks)
-        case Kind.UNUSED:
-            return depth
+    if rule.kind is Kind.WINDOW:
+        block = end - 1
+        while block >= 0 and end - block <= rule.needed:
+            if not held(block):
+                end = block - block % step
+                block = end
+            block -= 1
+    else:
+        missing = next((block for block in range(rule.first_needed(end), end) if not held(block)), end)
+        end = missing - missing % step
+    return end * stride

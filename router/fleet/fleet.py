@@ -169,15 +169,20 @@ class Fleet:
         """
         member = self._members[slot]
         whole = True
+        unit_tokens = math.gcd(
+            member.block_tokens or 0, *(event.block_tokens for event in batch.events if isinstance(event, BlockStored))
+        )
+        if unit_tokens != (member.block_tokens or 0):
+            whole = member.index is None or not member.index.blocks(slot)
+            self._join_index(member, unit_tokens)
         counts: dict[str, int] = {}
         for event in batch.events:
             name = type(event).__name__
             counts[name] = counts.get(name, 0) + 1
-            if isinstance(event, BlockStored) and event.block_tokens % (member.block_tokens or event.block_tokens + 1):
-                whole = member.index is None
-                self._join_index(member, math.gcd(event.block_tokens, member.block_tokens or 0))
-            if member.index is not None and isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared):
+            if member.index is not None:
                 member.index.apply(slot, event)
+        if member.index is not None:
+            member.index.provisional.settle()
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
         self._measure(member)

@@ -18,7 +18,7 @@ from router.core.policy import make_policy
 from router.core.provisional import Ticket
 from router.core.seen import SeenPrefixes
 from router.core.session import Binding, identify
-from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
+from router.core.types import Decision, Engine, RankStatus, RouteRequest, SessionKey
 from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet, Member
 from router.proxy.tokenization import PromptTokenizer
@@ -125,20 +125,32 @@ class RouterBrain:
                 tokens = await asyncio.to_thread(tokenizer.encode, request)
             else:
                 tokens = tokenizer.encode(request)
-        salt = request.fields.get("cache_salt")
         prepared = PreparedRequest(
             model=model,
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens) if tokens is not None else max(1, len(request.body) // BYTES_A_TOKEN),
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
-            seed=namespace_seed("", salt if isinstance(salt, str) else ""),
+            seed=_seed(request.fields),
         )
         if tokens is None:
             prepared.text_keys = _text_keys(request, model=model, seed=prepared.seed)
         self._metrics.prompts.labels("tokens" if tokens is not None else "text").inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
         return prepared
+
+    def prepare_tokens(
+        self, model: str, tokens: array[int], *, fields: Mapping[str, object], session: SessionKey | None = None
+    ) -> PreparedRequest:
+        """Key a prompt whose token ids are known. ``fields`` are the request's: some divide caches."""
+        return PreparedRequest(
+            model=model,
+            session=session,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            output_tokens=_ASSUMED_OUTPUT_TOKENS,
+            seed=_seed(fields),
+        )
 
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
@@ -187,18 +199,12 @@ class RouterBrain:
         binding = None
         if prepared.session is not None:
             binding = fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
-        entry = None
+        lease = _Lease(self, prepared, decision, member, claim, binding)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
-        elif (index := member.index) is not None:
-            ticket = index.provisional.add(
-                decision.slot,
-                prepared.keys(index.block_tokens),
-                tail_blocks=index.tail_units(decision.slot),
-                held_blocks=decision.expected_cached_tokens // index.block_tokens,
-            )
-            entry = (index, ticket)
-        return _Lease(self, prepared, decision, member, claim, binding, entry)
+        elif _shares_before_prefill(member):
+            self._promise_prompt(lease)
+        return lease
 
     def _ideal_tokens(self, prepared: PreparedRequest) -> int:
         """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
@@ -212,6 +218,26 @@ class RouterBrain:
         earlier.add(keys)
         return min(seen, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
 
+    # --- what requests will leave in a rank's cache ---------------------------------------------------
+
+    def _promise_prompt(self, lease: _Lease) -> None:
+        index, prepared = lease.member.index, lease.prepared
+        if index is not None and prepared.tokens is not None:
+            keys = prepared.keys(index.block_tokens)
+            ticket = index.promise(lease.decision.slot, keys, prompt_tokens=prepared.prompt_tokens)
+            lease.promises.append((index, ticket))
+
+    def _promise_output(self, lease: _Lease, output: Sequence[int]) -> None:
+        """The last token's own keys and values are never computed: blocks end before it."""
+        index, prepared = lease.member.index, lease.prepared
+        if index is None or prepared.tokens is None or len(output) < 2:
+            return
+        keys = prepared.keys(index.block_tokens)
+        rest = prepared.tokens[len(keys) * index.block_tokens :] + array("I", output[:-1])
+        more = block_keys(rest, block_tokens=index.block_tokens, parent=keys[-1] if keys else prepared.seed)
+        ticket = index.promise_more(lease.decision.slot, (*keys, *more), start=len(keys))
+        lease.promises.append((index, ticket))
+
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
             _, index, ticket = self._expiring.popleft()
@@ -220,6 +246,8 @@ class RouterBrain:
     # --- called by leases -------------------------------------------------------------------------------
 
     def _first_byte(self, lease: _Lease) -> None:
+        if not lease.promises:
+            self._promise_prompt(lease)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
         if served is not None and lease.prepared.tokens is not None:
             lease.member.learner.observe(
@@ -228,17 +256,19 @@ class RouterBrain:
                 context_tokens=lease.prepared.prompt_tokens,
             )
 
-    def _close(self, lease: _Lease, outcome: Outcome, usage: Usage | None) -> None:
+    def _close(self, lease: _Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
         now = self._fleet.clock()
         prepared = lease.prepared
         self._fleet.loads.close(lease.claim, now=now)
         if prepared.session is not None and lease.binding is not None:
             self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
-        if lease.entry is not None:
-            index, ticket = lease.entry
-            if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
+        if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
+            self._promise_output(lease, output)
+            for index, ticket in lease.promises:
+                index.provisional.end(ticket)
                 self._expiring.append((now + PROVISIONAL_SECONDS, index, ticket))
-            else:
+        else:
+            for index, ticket in lease.promises:
                 index.provisional.drop(ticket)
         if outcome is Outcome.OK and usage is not None and usage.cached_tokens is not None:
             prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
@@ -268,7 +298,7 @@ class RouterBrain:
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
-    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "entry", "member", "prepared")
+    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "prepared", "promises")
 
     def __init__(
         self,
@@ -278,7 +308,6 @@ class _Lease:
         member: Member,
         claim: Claim,
         binding: Binding | None,
-        entry: tuple[PrefixIndex, Ticket] | None,
     ) -> None:
         self._brain = brain
         self._open = True
@@ -287,17 +316,32 @@ class _Lease:
         self.member = member
         self.claim = claim
         self.binding = binding
-        self.entry = entry
+        self.promises: list[tuple[PrefixIndex, Ticket]] = []
 
     def first_byte(self) -> None:
         """Prefill is over."""
         self._brain._first_byte(self)
 
-    def close(self, outcome: Outcome, usage: Usage | None) -> None:
-        """The attempt is over; once."""
+    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
+        """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""
         if self._open:
             self._open = False
-            self._brain._close(self, outcome, usage)
+            self._brain._close(self, outcome, usage, output)
+
+
+def _seed(fields: Mapping[str, object]) -> int:
+    """The root of a prompt's chain: prompts of different salts or extra keys (SGLang) share nothing."""
+    salt, extra = (value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key"))
+    return namespace_seed("", salt, extra) if extra else namespace_seed("", salt)
+
+
+def _shares_before_prefill(member: Member) -> bool:
+    """Whether a second request finds the blocks of one that has not been prefilled yet.
+
+    vLLM and the shim enter blocks as they schedule them; SGLang once they are computed: what is in flight together all
+    misses.
+    """
+    return member.target.engine is not Engine.SGLANG
 
 
 def _text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:

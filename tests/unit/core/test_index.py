@@ -174,8 +174,8 @@ def test_the_index_never_outgrows_its_bound() -> None:
 def test_a_request_in_flight_is_found_at_once_and_forgotten_after(index: PrefixIndex) -> None:
     """Provisional blocks count on their rank from dispatch until dropped; each request's own entry."""
     keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
-    first = index.provisional.add(1, keys, tail_blocks=0)
-    second = index.provisional.add(1, keys, tail_blocks=0)
+    first = index.promise(1, keys, prompt_tokens=13)
+    second = index.promise(1, keys, prompt_tokens=13)
     assert reusable(index) == {1: 12}
 
     index.provisional.drop(first)
@@ -188,7 +188,7 @@ def test_a_provisional_window_counts_at_the_prompts_end_only(index: PrefixIndex)
     """A prompt in flight leaves its window at its end: a fork from its middle finds none."""
     index.apply(0, BlockStored((90,), None, (7, 7), 2, group=0, kind="sliding_window", window_tokens=5))
     keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
-    index.provisional.add(0, keys, tail_blocks=index.tail_units(0))
+    index.promise(0, keys, prompt_tokens=13)
 
     assert reusable(index) == {0: 12}
     assert reusable(index, (*TOKENS[:6], 1, 1)) == {}
