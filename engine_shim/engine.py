@@ -9,6 +9,10 @@
 
 Only the engine thread touches the scheduler, the runner and the live event socket. A step's events leave
 before its tokens do, so whoever reads an answer's end can know what the cache holds.
+
+**Failure.** A step whose runner raises ends that step's requests with ``ERROR`` and the rank goes on; after
+``MAX_FAILED_STEPS`` such steps in a row the rank fails. Any other error, a cache that contradicts itself above all,
+fails it at once. A failed rank ends all its requests, takes no more, and says why in ``failure``.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request,
 from router.wire.kv_events import Snapshot
 
 log = structlog.get_logger(__name__)
+#: This many steps that fail one after the other are the runner's fault, not a request's.
+MAX_FAILED_STEPS = 3
+#: The cache is recounted when the rank falls idle, but not more often than this.
+CHECK_INTERVAL_SECONDS = 5.0
 _T = TypeVar("_T")
 _News = tuple[str, int | None, FinishReason | None]
 
@@ -129,6 +137,9 @@ class Engine:
         self._open: dict[str, tuple[Mailbox, int]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
+        self._failed_steps = 0
+        self._is_checked = True
+        self._next_check_seconds = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{rank}", daemon=True)
 
@@ -199,9 +210,8 @@ class Engine:
             while not self._stopping:
                 self._take_commands()
                 if self._scheduler.has_work:
+                    self._is_checked = False
                     self._step()
-                    if not self._scheduler.has_work:
-                        self._scheduler.check_integrity()
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             log.exception("engine_failed", rank=self.rank)
@@ -212,10 +222,21 @@ class Engine:
     def _take_commands(self) -> None:
         """Run what the event loop asked for; sleep until it asks when there is nothing else to do."""
         if not self._scheduler.has_work:
-            self._commands.get()()
+            self._idle()()
         while not self._commands.empty():
             self._commands.get()()
         self._publish()
+
+    def _idle(self) -> Callable[[], None]:
+        """The next command; the cache is recounted on the way if work was done and the last time was long ago."""
+        if not self._is_checked:
+            try:
+                return self._commands.get(timeout=max(0.0, self._next_check_seconds - self._clock()))
+            except queue.Empty:
+                self._scheduler.check_integrity()
+                self._is_checked = True
+                self._next_check_seconds = self._clock() + CHECK_INTERVAL_SECONDS
+        return self._commands.get()
 
     def _step(self) -> None:
         batch = self._scheduler.schedule()
@@ -226,10 +247,23 @@ class Engine:
             self._deliver(refused)
             return
         self._note_scheduled(batch)
-        tokens = self._runner.run(batch)
-        outputs = self._scheduler.commit(batch, tokens)
+        try:
+            tokens = self._runner.run(batch)
+        except Exception as error:  # noqa: BLE001 - whatever a model or device raises; logged and counted
+            outputs = self._fail_step(batch, error)
+        else:
+            self._failed_steps = 0
+            outputs = self._scheduler.commit(batch, tokens)
         self._publish()
         self._deliver([*outputs, *self._scheduler.drain_outputs()])
+
+    def _fail_step(self, batch: Batch, error: Exception) -> list[Output]:
+        """Give up a batch; re-raises the runner's error when there were too many in a row."""
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise error
+        log.error("step_failed", rank=self.rank, requests=len(batch.chunks), exc_info=error)
+        return self._scheduler.fail(batch)
 
     def _publish(self) -> None:
         events = self._scheduler.take_events()

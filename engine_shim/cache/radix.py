@@ -364,8 +364,8 @@ class RadixCache:
         return upper
 
 
-def shared_pages(left: tuple[int, ...], right: tuple[int, ...], *, page_tokens: int) -> int:
-    """How many whole pages two runs of tokens have in common, by halving: slices compare at C speed."""
+def shared_pages(left: Sequence[int], right: Sequence[int], *, page_tokens: int) -> int:
+    """How many whole pages two runs (of one type) have in common, by halving: slices compare at C speed."""
     if left == right:
         return len(left) // page_tokens
     low, high = 0, min(len(left), len(right)) // page_tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import insort
+from dataclasses import dataclass, field
 
 from engine_shim.cache.radix import Receipt
 from engine_shim.types import Request
@@ -20,19 +21,23 @@ class Entry:
                                         ^ receipt.pages
                                                   ^ window_from: the window of the first token of page 9 begins here
 
-    ``receipt`` is None while the request waits. ``fork_tokens``: a prefill chunk ends here so that the
-    window's tail is stored (0: nowhere). ``prefilling``: the prompt (after a preemption: all known tokens) is
+    ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
+    what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
-    committed.
+    committed. ``leader``: the running request whose prefill this one waits for, up to ``lead_tokens``;
+    ``asked_admissions``: how many requests had been admitted when one was looked for last.
     """
 
     request: Request
     receipt: Receipt | None = None
     window_from: int = 0
-    fork_tokens: int = 0
+    stops: list[int] = field(default_factory=list)
     prefilling: bool = True
     admitted: bool = False
     aborted: bool = False
+    leader: Entry | None = None
+    lead_tokens: int = 0
+    asked_admissions: int = -1
 
     @property
     def remaining_tokens(self) -> int:
@@ -41,7 +46,28 @@ class Entry:
 
     @property
     def next_tokens(self) -> int:
-        """Positions that one chunk may run at most: up to the fork point or to the end."""
-        if self.request.computed_tokens < self.fork_tokens:
-            return self.fork_tokens - self.request.computed_tokens
-        return self.remaining_tokens
+        """Positions that one chunk may run at most: up to the next stop or to the end."""
+        return self.stops[0] - self.request.computed_tokens if self.stops else self.remaining_tokens
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """The leader runs and has not stored what this request is waiting for."""
+        leader = self.leader
+        return (
+            leader is not None
+            and leader.receipt is not None
+            and leader.prefilling
+            and leader.request.computed_tokens < self.lead_tokens
+        )
+
+    def stop_at(self, tokens: int) -> None:
+        """Have the prefill store what it has at this position, which is ahead of it."""
+        if tokens < len(self.request.tokens) and tokens not in self.stops:
+            insort(self.stops, tokens)
+
+    def pass_stop(self) -> bool:
+        """Whether the computed positions end at a stop, which then is done with."""
+        reached = bool(self.stops) and self.stops[0] == self.request.computed_tokens
+        if reached:
+            del self.stops[0]
+        return reached

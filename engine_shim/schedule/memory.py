@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import check_integrity
-from engine_shim.cache.radix import FULL, WINDOW, RadixCache, Receipt
+from engine_shim.cache.radix import FULL, WINDOW, RadixCache, Receipt, shared_pages
 from engine_shim.schedule.entry import Entry
 from engine_shim.types import NULL_PAGE, CacheLayout
 
@@ -40,11 +40,28 @@ class Memory:
         match = self.cache.match(request.namespace, request.tokens[: cap * self._page])
         entry.receipt = self.cache.lock(match)
         entry.window_from = max(0, match.pages - self._window_pages)
-        entry.fork_tokens = match.full_pages * self._page if match.full_pages > match.pages else 0
+        entry.stops = [match.full_pages * self._page] if match.full_pages > match.pages else []
         entry.prefilling = True
         request.tables = match.tables
         request.computed_tokens = match.pages * self._page
         self._tenants.append(entry)
+
+    def shared_tokens(self, entry: Entry, other: Entry) -> int:
+        """How much of its prompt, in whole pages, ``entry`` could reuse if ``other`` had stored all of its own."""
+        ours, theirs = entry.request, other.request
+        if ours.namespace != theirs.namespace or ours.tokens[: self._page] != theirs.tokens[: self._page]:
+            return 0
+        pages = shared_pages(ours.tokens, theirs.tokens, page_tokens=self._page)
+        return min(pages, (len(ours.tokens) - 1) // self._page) * self._page
+
+    def known_tokens(self, entry: Entry) -> int:
+        """How much of a waiting request's prompt could be reused now."""
+        return self.cache.match(entry.request.namespace, entry.request.tokens[:-1]).pages * self._page
+
+    def share(self, entry: Entry) -> None:
+        """Store the pages of a prefill in progress, if others can use them: with window layers only at a stop."""
+        if not self._has_window:
+            self.store(entry)
 
     def fit(self, entry: Entry, tokens: int, *, spare_pages: int = 0) -> int:
         """How many of the next ``tokens`` positions fit on pages held, free or evictable.
@@ -71,16 +88,18 @@ class Memory:
         for pool, table in zip(cache.pools, tables, strict=True):
             table += pool.allocate(pages)
 
-    def slide(self, entry: Entry) -> None:
+    def slide(self, entry: Entry, *, at_prompt_end: bool) -> None:
         """Let go of window pages that no position from the current page on looks back to.
 
         Counted from the start of the page in progress, not from the position itself, so that a prefix that
-        ends on this page boundary has its whole window when it is stored.
+        ends on this page boundary has its whole window when it is stored. At the end of a prompt, from the page
+        of its last token: whoever sends the same prompt again computes that token and needs the window before it.
         """
         if not self._has_window:
             return
         receipt, table = _receipt(entry), entry.request.tables[WINDOW]
-        start = max(entry.window_from, entry.request.computed_tokens // self._page - self._window_pages)
+        current = (entry.request.computed_tokens - at_prompt_end) // self._page
+        start = max(entry.window_from, current - self._window_pages)
         own = table[max(entry.window_from, receipt.pages) : start]
         self.cache.pools[WINDOW].free(own)
         table[entry.window_from : start] = [NULL_PAGE] * (start - entry.window_from)
@@ -104,10 +123,15 @@ class Memory:
         self.cache.release(old)
         for table, stored in zip(request.tables, match.tables, strict=True):
             table[:pages] = stored
+        entry.window_from = max(entry.window_from, pages - self._window_pages)
 
     def leave(self, entry: Entry) -> None:
         """End or preempt a request: the whole pages it computed stay in the tree, the rest is freed."""
         self.store(entry)
+        self.drop(entry)
+
+    def drop(self, entry: Entry) -> None:
+        """End a request and keep nothing that is not in the tree already: what a failed step wrote is unknown."""
         receipt = _receipt(entry)
         for pool, table in zip(self.cache.pools, entry.request.tables, strict=True):
             pool.free(page for page in table[receipt.pages :] if page != NULL_PAGE)

@@ -5,7 +5,11 @@ oldest first:
 
 1. one token of every request that decodes, so that no prefill can starve them,
 2. prefill chunks of requests that run already,
-3. waiting requests, strictly first come first served: if the head does not fit, nobody passes it.
+3. waiting requests, first come first served: if the head does not fit, nobody passes it.
+
+One exception: a request that shares more of its prompt with a prefill in progress than the tree holds steps aside
+until that prefill has stored the common part, so siblings that arrive together cost one prefill. It waits for one
+such *leader* at most, and no longer than the leader runs; a leader that ends, fails or is preempted sets it free.
 
 All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running
 request is preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What
@@ -16,6 +20,7 @@ there, and its sampled tokens are kept.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.radix import WINDOW
@@ -60,6 +65,7 @@ class Scheduler:
         self._running: list[Entry] = []  # oldest first
         self._launched: Batch | None = None
         self._outputs: list[Output] = []
+        self._admissions = 0
         self._counters = Counters()
 
     # --- requests come and go -----------------------------------------------------------------------
@@ -148,6 +154,23 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def fail(self, batch: Batch) -> list[Output]:
+        """Give up on a launched batch that the runner did not finish: its requests end with ``ERROR``.
+
+        Nothing they computed since their last store is kept; requests outside the batch go on.
+        """
+        if batch is not self._launched:
+            raise RuntimeError("this is not the launched batch")
+        self._launched = None
+        outputs = []
+        for chunk in batch.chunks:
+            entry = self._entries.pop(chunk.request.id)
+            self._memory.drop(entry)
+            self._running.remove(entry)
+            chunk.request.finish = FinishReason.ABORT if entry.aborted else FinishReason.ERROR
+            outputs.append(Output(request=chunk.request, token=None, finish=chunk.request.finish))
+        return outputs
+
     def _schedule_running(self, entry: Entry, wanted: int, chunks: dict[Entry, Chunk]) -> None:
         """Add a chunk, at the cost of younger requests if no page is left; the youngest of all gives way itself."""
         while (fitting := self._memory.fit(entry, wanted)) == 0:
@@ -160,11 +183,14 @@ class Scheduler:
         chunks[entry] = self._chunk(entry, fitting)
 
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
-        while self._waiting and len(self._running) < self._max_running:
+        for entry in tuple(self._waiting):
+            if entry.leader is None and entry.asked_admissions != self._admissions:
+                self._find_leader(entry, chunks)
+            if entry.waits_for_leader:
+                continue
             budget = self._chunk_tokens - _total(chunks)
-            if budget == 0:
+            if budget == 0 or len(self._running) == self._max_running:
                 return
-            entry = self._waiting[0]
             self._memory.admit(entry)
             wanted = min(entry.next_tokens, budget)
             # Nobody is preempted for a newcomer, and each running request keeps a page to grow into.
@@ -173,10 +199,35 @@ class Scheduler:
                 self._memory.leave(entry)
                 entry.request.computed_tokens = 0
                 return
-            self._waiting.popleft()
+            entry.leader = None
+            self._waiting.remove(entry)
             self._running.append(entry)
+            self._admissions += 1
             self._count_admission(entry)
             chunks[entry] = self._chunk(entry, fitting)
+
+    def _find_leader(self, entry: Entry, chunks: dict[Entry, Chunk]) -> None:
+        """Look for the running prefill that will store most of this request's prompt, and have it do so in time."""
+        entry.asked_admissions = self._admissions
+        shares = {
+            other: tokens
+            for other in self._running
+            if other.prefilling and (tokens := self._memory.shared_tokens(entry, other)) > 0
+        }
+        if not shares:
+            return
+        known_tokens = self._memory.known_tokens(entry)
+        for other, tokens in shares.items():
+            if tokens > known_tokens and other.request.computed_tokens >= tokens:
+                self._memory.share(other)
+            elif tokens > max(known_tokens, entry.lead_tokens):
+                entry.leader, entry.lead_tokens = other, tokens
+        if (leader := entry.leader) is None:
+            return
+        leader.stop_at(entry.lead_tokens)
+        chunk = chunks.get(leader)
+        if chunk is not None and chunk.start + chunk.count > entry.lead_tokens:
+            chunks[leader] = replace(chunk, count=entry.lead_tokens - chunk.start, samples=False)
 
     def _chunk(self, entry: Entry, count: int) -> Chunk:
         request = entry.request
@@ -195,7 +246,7 @@ class Scheduler:
         entry = self._entries[request.id]
         request.computed_tokens += chunk.count
         self._counters.computed_tokens += chunk.count
-        self._memory.slide(entry)
+        self._memory.slide(entry, at_prompt_end=entry.prefilling and chunk.samples)
         if entry.aborted:
             token, request.finish = None, FinishReason.ABORT
         elif token is not None:
@@ -204,7 +255,7 @@ class Scheduler:
         if request.finish is not None:
             self._leave(entry)
             del self._entries[request.id]
-        elif entry.prefilling and (chunk.samples or request.computed_tokens == entry.fork_tokens):
+        elif entry.pass_stop() or (entry.prefilling and chunk.samples):
             self._memory.store(entry)
             entry.prefilling = not chunk.samples
         if token is None and request.finish is None:

@@ -60,6 +60,13 @@ class KvMemory:
         tokens = [(chunk.samples, self._read(chunk)) for chunk in batch.chunks]
         return [token for samples, token in tokens if samples]
 
+    def scribble(self, batch: Batch) -> None:
+        """Fill the slots of a batch with what belongs nowhere."""
+        for chunk in batch.chunks:
+            for group in self.layout.groups:
+                for position in range(chunk.start, chunk.start + chunk.count):
+                    self.slots[self._slot(chunk, group.index, position)] = (-1, -1)
+
     def _write(self, chunk: Chunk, written: set[tuple[int, int, int]]) -> None:
         prints = self._fingerprints(chunk.request)
         for group in self.layout.groups:

@@ -163,6 +163,19 @@ def test_an_answer_is_reused_by_the_next_turn() -> None:
     assert second.cached_tokens == 12
 
 
+@pytest.mark.parametrize("tokens", [24, 25, 27])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 64])
+def test_the_same_prompt_again_is_reused_under_a_window(tokens: int, chunk_tokens: int) -> None:
+    """All whole pages before the last token, wherever the prompt ends in its page."""
+    rank = Rank(layout_of(window=9), chunk_tokens=chunk_tokens)
+    rank.add("a", numbers(tokens), max_tokens=30, ignore_eos=True)
+    rank.finish()
+    again = rank.add("b", numbers(tokens), max_tokens=2, ignore_eos=True)
+    rank.finish()
+    assert again.cached_tokens == (tokens - 1) // PAGE * PAGE
+    assert again.output == expected_output(again.prompt, again.sampling)[0]
+
+
 def test_namespaces_do_not_share() -> None:
     """Equal tokens under another namespace are computed again."""
     rank = Rank(layout_of())
@@ -224,7 +237,10 @@ def test_a_reader_unlocks_what_its_window_has_passed() -> None:
 
 
 def test_a_window_that_has_passed_the_reused_prefix_frees_its_tail_for_eviction() -> None:
-    """While b reads the head, its last two window pages are locked; 8 tokens on, nobody looks back at them."""
+    """While b reads the head, its last two window pages are locked; 8 tokens on, nobody looks back at them.
+
+    A third one was left for whoever sends a's prompt again; b has no use for it.
+    """
     rank = Rank(layout_of(window=9))
     rank.add("a", numbers(24))
     rank.finish()
@@ -233,7 +249,88 @@ def test_a_window_that_has_passed_the_reused_prefix_frees_its_tail_for_eviction(
     for _ in range(9):
         rank.step()
         unlocked.append(rank.scheduler.stats().evictable_pages[1])
-    assert unlocked == [0, 0, 0, 0, 0, 0, 0, 2, 2]
+    assert unlocked == [1, 1, 1, 1, 1, 1, 1, 3, 3]
+
+
+# --- siblings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_siblings_cost_one_prefill_of_their_head(window: int | None) -> None:
+    """Three requests of 40 common tokens and 4 of their own arrive together: 40 + 3 x 4 tokens are computed.
+
+    The first one stops at the fork though its budget goes further, and the others start in the next step.
+    """
+    rank = Rank(layout_of(window=window), chunk_tokens=64)
+    requests = [rank.add(str(n), numbers(40) + numbers(4, start=1000 * n)) for n in range(1, 4)]
+    assert rank.finish() == [[("1", 0, 40)], [("1", 40, 4), ("2", 40, 4), ("3", 40, 4)]]
+    assert [request.cached_tokens for request in requests] == [0, 40, 40]
+
+
+def test_a_late_sibling_waits_for_a_prefill_under_way() -> None:
+    """It arrives when 16 of 40 common tokens are computed, starts when all are, and a stranger passes it."""
+    rank = Rank(layout_of(), chunk_tokens=16, max_running=3)
+    rank.add("first", numbers(60))
+    rank.step()
+    late = rank.add("late", numbers(40) + numbers(4, start=1000))
+    rank.add("stranger", numbers(4, start=2000))
+    assert rank.finish() == [
+        [("first", 16, 16)],
+        [("first", 32, 8), ("stranger", 0, 4)],
+        [("first", 40, 16)],
+        [("first", 56, 4), ("late", 40, 4)],
+    ]
+    assert late.cached_tokens == 40
+
+
+def test_a_sibling_that_comes_after_the_fork_reuses_what_is_computed() -> None:
+    """With full attention any page that is computed can be shared, at once; 32 tokens are when it arrives."""
+    rank = Rank(layout_of(), chunk_tokens=16)
+    rank.add("first", numbers(60))
+    rank.step()
+    rank.step()
+    late = rank.add("late", numbers(20) + numbers(4, start=1000))
+    rank.finish()
+    assert late.cached_tokens == 20
+
+
+def test_siblings_of_a_leader_that_goes_away_run_by_themselves() -> None:
+    """The leader is aborted halfway: one of the two that waited computes the rest, the other waits for nobody twice."""
+    rank = Rank(layout_of(), chunk_tokens=16)
+    rank.add("leader", numbers(40))
+    waiting = [rank.add(str(n), numbers(40) + numbers(4, start=1000 * n)) for n in (1, 2)]
+    rank.step()
+    assert rank.scheduler.abort("leader")
+    rank.finish()
+    assert [request.output for request in waiting] == [expected_output(r.prompt, r.sampling)[0] for r in waiting]
+    assert waiting[0].cached_tokens == 16  # what the leader had computed
+
+
+# --- a step that fails --------------------------------------------------------------------------------
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    """Two of three requests are in the step; what they had stored before stays, what they wrote last is forgotten."""
+    rank = Rank(layout_of(), chunk_tokens=16, max_running=2)
+    first = rank.add("1", numbers(8), max_tokens=30, ignore_eos=True)
+    rank.step()
+    second = rank.add("2", numbers(8, start=500))
+    third = rank.add("3", numbers(8))
+    batch = rank.scheduler.schedule()
+    assert batch is not None
+    failed = rank.scheduler.fail(batch)
+    rank.scheduler.check_integrity()
+    assert [(o.request, o.token, o.finish) for o in failed] == [
+        (request, None, FinishReason.ERROR) for request in (first, second)
+    ]
+    rank.finish()
+    assert third.finish is FinishReason.LENGTH
+    assert third.cached_tokens == 4
+    again = rank.add("4", numbers(9, start=500))
+    rank.finish()
+    assert again.cached_tokens == 0
+    with pytest.raises(RuntimeError, match="not the launched batch"):
+        rank.scheduler.fail(batch)
 
 
 # --- too few pages ------------------------------------------------------------------------------------

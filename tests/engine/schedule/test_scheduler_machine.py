@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.failed: set[str] = set()
         self.batch: Batch | None = None
 
     @rule(
@@ -109,6 +110,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch, self.batch = self.batch, None
         self.take(self.scheduler.commit(batch, self.memory.run(batch)))
 
+    @precondition(lambda self: self.batch is not None)
+    @rule()
+    def fail(self) -> None:
+        """The runner gives up, after it has written anything anywhere it may write."""
+        batch, self.batch = self.batch, None
+        self.memory.scribble(batch)
+        failed = self.scheduler.fail(batch)
+        assert [output.request for output in failed] == [chunk.request for chunk in batch.chunks]
+        self.failed.update(output.request.id for output in failed)
+        self.take(failed)
+
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:
         for _ in range(steps):
@@ -137,7 +149,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             stream = self.streams[request.id]
             if output.finish is FinishReason.ERROR:
-                assert len(request.prompt) >= self.scheduler.context_tokens
+                assert request.id in self.failed or len(request.prompt) >= self.scheduler.context_tokens
+                assert stream == answer[: len(stream)]
             elif output.finish is FinishReason.ABORT:
                 assert request.id in self.aborted
                 assert stream == answer[: len(stream)]

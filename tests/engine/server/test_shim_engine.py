@@ -83,6 +83,32 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_failed_step_costs_its_requests_only() -> None:
+    """Any number of steps may fail as long as two in a row are the most; the next request is served."""
+    steps = iter(["fail", "fail", "run", "fail", "run"])
+
+    def maybe() -> None:
+        if next(steps) == "fail":
+            raise RuntimeError("out of memory")
+
+    async with running(StepRunner(maybe)) as engine:
+        for name in ("a", "b", "c", "d", "e"):
+            box = Mailbox(1)
+            engine.submit(request(name, tokens=1), mailbox=box, index=0)
+            expected = Delta(0, (7,), FinishReason.LENGTH) if name in "ce" else Delta(0, (), FinishReason.ERROR)
+            assert await read_all(box) == [expected]
+        assert engine.accepts
+        assert await engine.reset_cache() is True
+
+
+async def fail_twice(engine: Engine) -> None:
+    """Two steps of a runner that always fails; the third is one too many."""
+    for name in ("x", "y"):
+        box = Mailbox(1)
+        engine.submit(request(name), mailbox=box, index=0)
+        assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
+
+
 async def test_a_failing_runner_fails_the_rank() -> None:
     """Requests in flight end with an error, later ones are refused, calls that wait are told; the thread is gone."""
     enter, leave = threading.Event(), threading.Event()
@@ -93,6 +119,10 @@ async def test_a_failing_runner_fails_the_rank() -> None:
         raise RuntimeError("device lost")
 
     async with running(StepRunner(explode)) as engine:
+        leave.set()
+        await fail_twice(engine)
+        leave.clear()
+        enter.clear()
         boxes = [Mailbox(1), Mailbox(1)]
         engine.submit(request("a"), mailbox=boxes[0], index=0)
         await asyncio.to_thread(enter.wait, 5)
@@ -120,6 +150,24 @@ async def test_integrity_is_checked_when_idle() -> None:
         assert engine.failure == "IntegrityError: page 3 is held twice"
 
 
+async def test_integrity_is_checked_seldom() -> None:
+    """A rank that falls idle ten times in a moment recounts its cache once."""
+    checks = []
+
+    class CountingScheduler(Scheduler):
+        def check_integrity(self) -> None:
+            checks.append(None)
+            super().check_integrity()
+
+    async with running(StepRunner(), kind=CountingScheduler) as engine:
+        for number in range(10):
+            box = Mailbox(1)
+            engine.submit(request(str(number)), mailbox=box, index=0)
+            await read_all(box)
+            await until(lambda: len(checks) == 1)
+        assert len(checks) == 1
+
+
 async def test_a_failed_rank_is_unhealthy_and_others_serve() -> None:
     """/health is 503 and names the rank and cause; requests go to the rank that works, or get 503 if they named it."""
     card = read_card("needle")
@@ -130,6 +178,7 @@ async def test_a_failed_rank_is_unhealthy_and_others_serve() -> None:
 
     async with running(StepRunner(explode)) as broken, running(StepRunner()) as working:
         working.rank = 1
+        await fail_twice(broken)
         transport = httpx.ASGITransport(create_app(model, [broken, working], max_body_bytes=10_000))
         async with httpx.AsyncClient(transport=transport, base_url="http://shim") as client:
             assert (await client.get("/health")).status_code == 200
