@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.core.types import RankLoad
@@ -28,30 +29,65 @@ class Claim:
     prefill_tokens: int
     prefill_seconds: float
     opened_at: float
+    joint: JointLoad | None = None
     waiting: bool = True
     open: bool = True
 
 
-class LoadBook:
-    """Claims per slot. ``load(slot)`` is the live cell that views hold; only this class writes it."""
+@dataclass(slots=True)
+class JointLoad:
+    """A rank's load where other routers send to it too: ``total`` is ``own`` and ``elsewhere`` as one queue."""
 
-    def __init__(self) -> None:
+    own: RankLoad
+    elsewhere: RankLoad
+    total: RankLoad
+
+    def add_up(self, *, now: float) -> None:
+        """Bring ``total`` up to date."""
+        add_loads(self.total, (self.own, self.elsewhere), now=now)
+
+
+class LoadBook:
+    """Claims per slot. Only this class writes the cells it hands out.
+
+    ``load(slot)`` is the router's own work. ``total(slot)`` is what views hold: the same cell, unless the ranks are
+    shared with other routers, whose work ``set_elsewhere`` adds.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self._loads: dict[int, RankLoad] = {}
+        self._joint: dict[int, JointLoad] = {}
         self._queues: dict[int, OrderedDict[Claim, None]] = {}
 
     def load(self, slot: int) -> RankLoad:
         """The slot's cell, made on first use."""
         return self._loads.setdefault(slot, RankLoad())
 
+    def total(self, slot: int) -> RankLoad:
+        """The cell of all routers' work, made on first use."""
+        if not self._is_shared:
+            return self.load(slot)
+        if slot not in self._joint:
+            self._joint[slot] = JointLoad(self.load(slot), RankLoad(), RankLoad())
+        return self._joint[slot].total
+
+    def set_elsewhere(self, slot: int, load: RankLoad, *, now: float) -> None:
+        """What other routers have on the rank. Only for a book that ``is_shared``."""
+        self.total(slot)
+        self._joint[slot].elsewhere = load
+        self._joint[slot].add_up(now=now)
+
     def forget(self, slot: int) -> None:
         """The rank is gone. Claims still open on it end without effect on its successor."""
         self._loads.pop(slot, None)
+        self._joint.pop(slot, None)
         self._queues.pop(slot, None)
 
     def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
         load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
-        claim = Claim(load, queue, prompt_tokens, prefill_tokens, seconds, opened_at=now)
+        claim = Claim(load, queue, prompt_tokens, prefill_tokens, seconds, now, self._joint.get(slot))
         if not load.waiting:
             load.serving_since = now
         load.inflight += 1
@@ -62,6 +98,7 @@ class LoadBook:
         load.recent_seconds = recent_seconds(load, now=now) + seconds
         load.recent_at = now
         queue[claim] = None
+        _add_up(claim, now=now)
         return claim
 
     def first_byte(self, claim: Claim, *, now: float) -> float | None:
@@ -73,9 +110,11 @@ class LoadBook:
             return None
         load = claim.load
         in_order = _first(claim)
-        served = now - max(claim.opened_at, load.serving_since) if in_order else None
+        since = load.serving_since if claim.joint is None else claim.joint.total.serving_since
+        served = now - max(claim.opened_at, since) if in_order else None
         self._leave_queue(claim)
         load.serving_since = now
+        _add_up(claim, now=now)
         return served
 
     def close(self, claim: Claim, *, now: float) -> None:
@@ -90,6 +129,7 @@ class LoadBook:
             self._leave_queue(claim)
         load.inflight -= 1
         load.inflight_tokens -= claim.prompt_tokens
+        _add_up(claim, now=now)
 
     @staticmethod
     def _leave_queue(claim: Claim) -> None:
@@ -101,9 +141,29 @@ class LoadBook:
         load.waiting_seconds = load.waiting_seconds - claim.prefill_seconds if load.waiting else 0.0
 
 
+def _add_up(claim: Claim, *, now: float) -> None:
+    if claim.joint is not None:
+        claim.joint.add_up(now=now)
+
+
 def _first(claim: Claim) -> bool:
     """Whether the rank is working on this very prompt."""
     return next(iter(claim.queue)) is claim
+
+
+def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None:
+    """Make ``total`` several routers' work on one rank, as one queue: the prompt it works on is the one begun last."""
+    total.inflight = total.inflight_tokens = total.waiting = total.waiting_tokens = 0
+    total.waiting_seconds = total.serving_since = total.recent_seconds = 0.0
+    total.recent_at = now
+    for part in parts:
+        total.inflight += part.inflight
+        total.inflight_tokens += part.inflight_tokens
+        total.waiting += part.waiting
+        total.waiting_tokens += part.waiting_tokens
+        total.waiting_seconds += part.waiting_seconds
+        total.serving_since = max(total.serving_since, part.serving_since)
+        total.recent_seconds += recent_seconds(part, now=now)
 
 
 def wait_seconds(load: RankLoad, *, now: float) -> float:

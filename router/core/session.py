@@ -196,6 +196,15 @@ class SessionTable:
         if self._bindings.get((model, key)) is binding:
             self._bindings.move_to_end((model, key))
 
+    def adopt(self, model: str, key: SessionKey, *, slot: int, used_at: float, now: float) -> None:
+        """Another router sent the session to ``slot`` at ``used_at``: its home, unless it was used here since."""
+        binding = self._bindings.get((model, key))
+        if binding is None:
+            self._make_room(now)
+            self._bindings[model, key] = Binding(slot=slot, used_at=used_at)
+        elif used_at > binding.used_at:
+            binding.slot, binding.used_at = slot, used_at
+
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: its sessions have no home."""
         for key in [key for key, binding in self._bindings.items() if binding.slot == slot]:

@@ -1,0 +1,195 @@
+"""What several replicas of the router know in common: the interface, its embedded default, and the books behind it.
+
+A request never waits for a store: homes of sessions are answered from this process's own book, which the other
+replicas' news keep fresh. The books are plain values with a clock handed in; ``redis_state`` moves their content.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from router.core.load import add_loads
+from router.core.types import RankId, RankLoad, SessionKey
+
+
+@dataclass(slots=True)
+class SharedHome:
+    """A session's home as all replicas know it. Written by ``HomeBook`` alone.
+
+    ``prompt_tokens`` is the session's prompt when it was last sent there. ``heard_at`` is when this process last knew
+    this to be everybody's view, ``told_at`` when it last told the others. ``is_own``: this process sent the last request.
+    """
+
+    rank: RankId
+    used_at: float
+    prompt_tokens: int
+    heard_at: float
+    told_at: float = -math.inf
+    is_own: bool = False
+
+
+class SharedState(Protocol):
+    """State common to the replicas. Nothing here raises or blocks; ``look_up`` ends within a few milliseconds."""
+
+    @property
+    def is_shared(self) -> bool:
+        """There may be other replicas."""
+
+    def home(self, model: str, session: SessionKey) -> SharedHome | None:
+        """Where any replica last sent the session, as far as this process has heard."""
+
+    async def look_up(self, model: str, session: SessionKey) -> None:
+        """Ask the store for a session of which this process knows nothing."""
+
+    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
+        """This process has sent, or just ended, a request of the session there; tell the others."""
+
+
+class Embedded:
+    """One replica: its own books are all there is."""
+
+    is_shared = False
+
+    def home(self, model: str, session: SessionKey) -> None:
+        return None
+
+    async def look_up(self, model: str, session: SessionKey) -> None:
+        return
+
+    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
+        return
+
+
+class HomeBook:
+    """Homes of sessions by digest, the least recently used first: bounded, forgetful of the idle, the newest wins.
+
+    ``untold`` are those that the others still have to be told of.
+    """
+
+    def __init__(self, *, max_sessions: int, idle_seconds: float) -> None:
+        self.max_sessions = max_sessions
+        self.idle_seconds = idle_seconds
+        #: A use in the same place is told again only after so long: before the others forget, and seldom.
+        self.refresh_seconds = min(60.0, idle_seconds / 8)
+        self._homes: OrderedDict[bytes, SharedHome] = OrderedDict()
+        self._untold: dict[bytes, None] = {}
+        self._gap_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    @property
+    def has_untold(self) -> bool:
+        """Somebody must be told something."""
+        return bool(self._untold)
+
+    def get(self, digest: bytes, *, now: float) -> SharedHome | None:
+        """The home, unless it has been idle for too long."""
+        home = self._homes.get(digest)
+        return home if home is not None and now - home.used_at <= self.idle_seconds else None
+
+    def is_certain(self, digest: bytes, *, now: float) -> bool:
+        """No news of this session can have been missed since it was last heard of."""
+        home = self.get(digest, now=now)
+        return home is not None and home.heard_at >= self._gap_at
+
+    def gap(self, *, now: float) -> None:
+        """News may have been missed until now."""
+        self._gap_at = now
+
+    def use(self, digest: bytes, rank: RankId, *, prompt_tokens: int, now: float) -> None:
+        """This process sends the session there, or its request there has just ended."""
+        home = self._homes.get(digest)
+        if home is None or home.rank != rank:
+            home = self._put(digest, SharedHome(rank, now, prompt_tokens, heard_at=now))
+        home.used_at = home.heard_at = now
+        home.prompt_tokens = prompt_tokens
+        home.is_own = True
+        self._homes.move_to_end(digest)
+        if now - home.told_at >= self.refresh_seconds:
+            self._untold[digest] = None
+
+    def hear(self, digest: bytes, rank: RankId, *, used_at: float, prompt_tokens: int, now: float) -> None:
+        """Another replica, or the store, says that the session was last used there at ``used_at``."""
+        home = self._homes.get(digest)
+        if home is not None and home.used_at > used_at:
+            home.heard_at = now
+            if home.rank != rank and home.is_own:
+                self._untold[digest] = None  # they do not know yet that it has moved on
+            return
+        self._untold.pop(digest, None)
+        self._put(digest, SharedHome(rank, used_at, prompt_tokens, heard_at=now, told_at=used_at))
+
+    def take_untold(self, limit: int, *, now: float) -> list[tuple[bytes, SharedHome]]:
+        """Some of what is to be told; it counts as told."""
+        taken: list[tuple[bytes, SharedHome]] = []
+        for digest in list(islice(self._untold, limit)):
+            del self._untold[digest]
+            if (home := self.get(digest, now=now)) is not None:
+                home.told_at = now
+                taken.append((digest, home))
+        return taken
+
+    def not_told(self, homes: Iterable[tuple[bytes, SharedHome]]) -> None:
+        """The store has not taken these. They are told again when they are next used, or by ``tell_again``."""
+        for _, home in homes:
+            home.told_at = -math.inf
+
+    def tell_again(self) -> None:
+        """The store may have lost everything, or the others missed it: tell all that this process sent somewhere."""
+        self._untold = {digest: None for digest, home in reversed(self._homes.items()) if home.is_own}
+
+    def _put(self, digest: bytes, home: SharedHome) -> SharedHome:
+        self._homes[digest] = home
+        self._homes.move_to_end(digest)
+        if len(self._homes) > self.max_sessions:
+            forgotten, _ = self._homes.popitem(last=False)
+            self._untold.pop(forgotten, None)
+        return home
+
+
+@dataclass(slots=True)
+class _Peer:
+    heard_at: float
+    loads: Mapping[RankId, RankLoad] = field(default_factory=dict)
+
+
+class PeerLoads:
+    """The work that the other replicas have on each rank. What a replica told ends with its lease.
+
+    Methods return the ranks whose sum may have changed.
+    """
+
+    def __init__(self, *, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self._peers: dict[str, _Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def hear(self, replica: str, loads: Mapping[RankId, RankLoad], *, now: float) -> set[RankId]:
+        """A replica tells all its work; ranks it does not name have none."""
+        before = self._peers.get(replica)
+        self._peers[replica] = _Peer(now, loads)
+        return {*loads, *(before.loads if before else ())}
+
+    def forget(self, replica: str) -> set[RankId]:
+        """A replica has stopped."""
+        peer = self._peers.pop(replica, None)
+        return set(peer.loads) if peer else set()
+
+    def expire(self, *, now: float) -> set[RankId]:
+        """Forget the replicas that have been silent for a lease."""
+        silent = [name for name, peer in self._peers.items() if now - peer.heard_at > self.lease_seconds]
+        return {rank for name in silent for rank in self.forget(name)}
+
+    def total(self, rank: RankId, *, now: float) -> RankLoad:
+        """The work of all others on a rank."""
+        total = RankLoad()
+        add_loads(total, (peer.loads[rank] for peer in self._peers.values() if rank in peer.loads), now=now)
+        return total
