@@ -3,10 +3,12 @@
 HomingError
 ├── ConfigError            a setting that refuses to start; names the key
 ├── WireError              bytes that do not follow their format
+├── CaptureError           a recorded event stream cannot be read; names file and line
 ├── WorkerError            a worker cannot be reached, or not understood; a plain sentence says why
 └── RequestError           answered to the client; has status, type, code, param
     ├── BadRequest             400  invalid_request_error
-    ├── Unauthorized           401  authentication_error
+    ├── Unauthorized           401  authentication_error, with WWW-Authenticate
+    ├── Forbidden              403  permission_error: the key is known, but not for this
     ├── NotFound               404  unknown path, model_not_found
     ├── MethodNotAllowed       405
     ├── RequestTimeout         408  the client was too slow in sending
@@ -23,6 +25,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
 
 
 class HomingError(Exception):
@@ -37,12 +41,16 @@ class WireError(HomingError):
     """Bytes from a peer do not follow their format."""
 
 
+class CaptureError(HomingError):
+    """A recorded event stream, or the requests beside it, cannot be read. The message names the file and the line."""
+
+
 class WorkerError(HomingError):
     """A worker cannot be reached, or what it says of itself cannot be used. The message is a plain sentence."""
 
 
 class RequestError(HomingError):
-    """An error the client sees, in the OpenAI shape ``{"error": {message, type, param, code}}``."""
+    """An error the client sees, in the OpenAI shape ``{"error": {message, type, param, code}}`` or Anthropic's."""
 
     status = 500
     type = "server_error"
@@ -63,6 +71,12 @@ class BadRequest(RequestError):
 
 class Unauthorized(RequestError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
+    #: How the caller may prove itself: a ``WWW-Authenticate`` header each.
+    challenges: tuple[str, ...] = ('Bearer realm="homing"',)
+
+
+class Forbidden(RequestError):
+    status, type, code = 403, "permission_error", "key_not_allowed"
 
 
 class NotFound(RequestError):
@@ -116,17 +130,50 @@ class ErrorAnswer:
     body: bytes
 
 
+class Dialect(Enum):
+    """Whose shape an error has."""
+
+    OPENAI = auto()
+    ANTHROPIC = auto()
+
+
+#: The Anthropic API's names for statuses; others are ``api_error`` or ``invalid_request_error``.
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 def openai_error_body(message: str, *, type_: str, code: str | None, param: str | None = None) -> bytes:
     """The OpenAI error object as JSON bytes."""
     return json.dumps({"error": {"message": message, "type": type_, "param": param, "code": code}}).encode()
 
 
-def to_answer(error: BaseException) -> ErrorAnswer:
+def anthropic_error_body(error: RequestError) -> bytes:
+    """The Anthropic error object as JSON bytes; ``code`` is added, as stable as in the OpenAI shape."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    type_ = _ANTHROPIC_TYPES.get(error.status, default)
+    return json.dumps(
+        {"type": "error", "error": {"type": type_, "message": error.message, "code": error.code}}
+    ).encode()
+
+
+def to_answer(error: BaseException, *, dialect: Dialect = Dialect.OPENAI) -> ErrorAnswer:
     """Map any exception to what the client is told. Unknown exceptions tell nothing of the inside."""
     if not isinstance(error, RequestError):
         error = RequestError("The router failed on this request; its log has the cause.")
     headers: list[tuple[str, str]] = [("content-type", "application/json")]
     if error.retry_after_seconds is not None:
         headers.append(("retry-after", str(error.retry_after_seconds)))
-    body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
+    if isinstance(error, Unauthorized):
+        headers += (("www-authenticate", challenge) for challenge in error.challenges)
+    if dialect is Dialect.ANTHROPIC:
+        body = anthropic_error_body(error)
+    else:
+        body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
     return ErrorAnswer(status=error.status, headers=tuple(headers), body=body)

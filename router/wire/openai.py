@@ -1,27 +1,42 @@
-"""The OpenAI API's bodies: the few fields a router reads, and the edits it makes. Bytes to values, no sockets.
+"""Request bodies of all endpoints: the few fields a router reads, and the edits it makes. Bytes to values, no sockets.
 
-A body is decoded once and forwarded as received; only an engine's rank field is ever put into it.
+A body is decoded once and forwarded as received; only an engine's rank field is ever put into it, and the name of a
+model that the client called by an alias.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
 
-from router.errors import BadRequest, RequestError, openai_error_body
-from router.wire import sse
+from router.errors import BadRequest, Dialect, RequestError, openai_error_body
+from router.wire import anthropic, responses, sse
 
 
 class Endpoint(StrEnum):
-    """A path of the API that carries a prompt. The value is a metric label."""
+    """A path of the API that a worker answers. The value is a metric label."""
 
     CHAT = "chat_completions"
     COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    TOKENIZE = "tokenize"
+
+    @property
+    def dialect(self) -> Dialect:
+        """Whose errors its clients understand."""
+        return Dialect.ANTHROPIC if self in _ANTHROPIC else Dialect.OPENAI
+
+
+_ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,8 @@ class InferenceRequest:
     """What the router reads of a request. ``body`` is what the client sent, byte for byte.
 
     ``fields`` is the decoded top-level object (messages, prompt, tools, session fields, ...).
+    ``chat`` is its conversation as a chat request's fields, whatever the endpoint; ``prompt`` its plain prompt. At most
+    one is not None; neither where nothing is left in a cache (tokenizing, ranking) or a worker keeps the conversation.
     """
 
     endpoint: Endpoint
@@ -37,6 +54,8 @@ class InferenceRequest:
     max_tokens: int | None
     fields: Mapping[str, Any]
     body: bytes
+    chat: Mapping[str, Any] | None = None
+    prompt: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +81,13 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
 
     model = fields.get("model")
     if model is None or model == "":
-        raise BadRequest("The field 'model' is required.", code="missing_required_parameter", param="model")
+        raise _missing("model")
     if not isinstance(model, str):
         raise BadRequest("The field 'model' must be a string.", code="invalid_type", param="model")
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("The field 'stream' must be true or false.", code="invalid_type", param="stream")
-    if endpoint is Endpoint.CHAT:
-        _check_messages(fields.get("messages"))
-    else:
-        _check_prompt(fields.get("prompt"))
+    chat, prompt = _checked_prompt(endpoint, fields)
     return InferenceRequest(
         endpoint=endpoint,
         model=model,
@@ -79,58 +95,109 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
         max_tokens=_max_tokens(fields),
         fields=fields,
         body=body,
+        chat=chat,
+        prompt=prompt,
     )
+
+
+def _checked_prompt(endpoint: Endpoint, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, object]:
+    """``chat`` and ``prompt`` of a request. Raises ``BadRequest`` where its prompt is missing or ill-typed."""
+    match endpoint:
+        case Endpoint.CHAT:
+            _check_messages(fields.get("messages"))
+            return fields, None
+        case Endpoint.COMPLETIONS:
+            _check_prompt(fields.get("prompt"), name="prompt")
+            return None, fields["prompt"]
+        case Endpoint.RESPONSES:
+            _check_input(fields.get("input"))
+            return responses.chat_fields(fields), None
+        case Endpoint.MESSAGES:
+            _check_messages(fields.get("messages"))
+            return anthropic.chat_fields(fields), None
+        case Endpoint.COUNT_TOKENS:
+            _check_messages(fields.get("messages"))
+        case Endpoint.EMBEDDINGS if "messages" in fields:  # vLLM embeds conversations, too
+            _check_messages(fields["messages"])
+            return fields, None
+        case Endpoint.EMBEDDINGS:
+            _check_prompt(fields.get("input"), name="input")
+            return None, fields["input"]
+        case Endpoint.RERANK:
+            for name in ("query", "documents"):
+                if fields.get(name) is None:
+                    raise _missing(name)
+        case Endpoint.TOKENIZE if fields.get("prompt") is None and fields.get("messages") is None:
+            raise _missing("prompt")
+    return None, None
+
+
+def _missing(name: str) -> BadRequest:
+    return BadRequest(f"The field '{name}' is required.", code="missing_required_parameter", param=name)
+
+
+def _check_input(given: object) -> None:
+    """What the Responses API takes: a text, or items."""
+    if given is None:
+        raise _missing("input")
+    if not isinstance(given, str) and (not isinstance(given, list) or not set(map(type, given)) <= {dict}):
+        raise BadRequest(
+            "The field 'input' must be a string or an array of objects.", code="invalid_type", param="input"
+        )
 
 
 def _check_messages(messages: object) -> None:
     if messages is None:
-        raise BadRequest("The field 'messages' is required.", code="missing_required_parameter", param="messages")
+        raise _missing("messages")
     if not isinstance(messages, list) or not set(map(type, messages)) <= {dict}:
         raise BadRequest("The field 'messages' must be an array of objects.", code="invalid_type", param="messages")
     if not messages:
         raise BadRequest("The field 'messages' must not be empty.", code="empty_array", param="messages")
 
 
-def _check_prompt(prompt: object) -> None:
+def _check_prompt(prompt: object, *, name: str) -> None:
     """A string, strings, token ids, or lists of token ids."""
     if prompt is None:
-        raise BadRequest("The field 'prompt' is required.", code="missing_required_parameter", param="prompt")
+        raise _missing(name)
     if isinstance(prompt, str):
         return
     if not isinstance(prompt, list):
-        raise BadRequest("The field 'prompt' must be a string or an array.", code="invalid_type", param="prompt")
+        raise BadRequest(f"The field '{name}' must be a string or an array.", code="invalid_type", param=name)
     if not prompt:
-        raise BadRequest("The field 'prompt' must not be empty.", code="empty_array", param="prompt")
+        raise BadRequest(f"The field '{name}' must not be empty.", code="empty_array", param=name)
     kind = type(prompt[0])
     if kind not in (str, int, list) or not all(type(item) is kind for item in prompt):
         raise BadRequest(
-            "The field 'prompt' must hold strings, token ids or lists of token ids.",
-            code="invalid_type",
-            param="prompt",
+            f"The field '{name}' must hold strings, token ids or lists of token ids.", code="invalid_type", param=name
         )
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     """The newer name wins, as engines have it. Ill-typed values are for the engine to refuse."""
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = fields.get(name)
         if type(value) is int:
             return value
     return None
 
 
-# --- the one edit -------------------------------------------------------------------------------
+# --- edits --------------------------------------------------------------------------------------
 
 #: A string, a bracket, a comma or a colon; numbers and words between them need no name.
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},:]', re.DOTALL)
 
 
-def with_field(request: InferenceRequest, name: str, value: int) -> bytes:
+def with_model(request: InferenceRequest, model: str) -> InferenceRequest:
+    """The same request to another model."""
+    return replace(request, model=model, body=with_field(request, "model", model))
+
+
+def with_field(request: InferenceRequest, name: str, value: int | str) -> bytes:
     """``request.body`` with the top-level field ``name`` set to ``value``; every other byte is kept.
 
     A field given twice is replaced twice, since parsers differ on which of the two counts.
     """
-    body, encoded = request.body, b"%d" % value
+    body, encoded = request.body, msgspec.json.encode(value)
     if name not in request.fields:
         start = body.index(b"{") + 1
         comma = b"," if request.fields else b""
@@ -176,13 +243,38 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """All endpoints' spellings. Only the Anthropic API counts reused tokens apart from ``input_tokens``."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = 0
+    output_tokens: int | None = 0
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def read(self) -> Usage:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached_tokens = details.cached_tokens if details else self.cache_read_input_tokens
+        apart_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return Usage(
+            prompt_tokens=self.prompt_tokens or (self.input_tokens or 0) + apart_tokens,
+            completion_tokens=self.completion_tokens or self.output_tokens or 0,
+            cached_tokens=cached_tokens,
+        )
+
+
+class _Nested(msgspec.Struct):
+    usage: _Usage | None = None
 
 
 class _WithUsage(msgspec.Struct):
     usage: _Usage | None = None
+    #: Responses: in the events ``response.created`` ... ``response.completed``.
+    response: _Nested | None = None
+    #: Messages: in the event ``message_start``.
+    message: _Nested | None = None
 
 
 _DECODE_USAGE: Final = msgspec.json.Decoder(_WithUsage).decode
@@ -191,16 +283,21 @@ _DECODE_USAGE: Final = msgspec.json.Decoder(_WithUsage).decode
 def parse_usage(document: bytes) -> Usage | None:
     """The ``usage`` of an answer or of one streamed chunk; None where it is absent, null or malformed."""
     try:
-        usage = _DECODE_USAGE(document).usage
+        decoded = _DECODE_USAGE(document)
     except (msgspec.DecodeError, RecursionError):
         return None
-    if usage is None:
-        return None
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens or 0,
-        cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None,
-    )
+    nested = decoded.response or decoded.message
+    usage = decoded.usage or (nested.usage if nested else None)
+    return usage.read() if usage is not None else None
+
+
+def later_usage(earlier: Usage | None, later: Usage | None) -> Usage | None:
+    """What two events of a stream say together: Anthropic's last one may count the output alone."""
+    if later is None or earlier is None:
+        return later or earlier
+    if later.prompt_tokens == 0:
+        return replace(earlier, completion_tokens=later.completion_tokens)
+    return later
 
 
 class StreamTap:
@@ -236,7 +333,7 @@ class StreamTap:
     def _read(self, whole: bytes) -> None:
         for event in sse.events(whole):
             if b'"usage"' in event:
-                self.usage = parse_usage(sse.event_data(event)) or self.usage
+                self.usage = later_usage(self.usage, parse_usage(sse.event_data(event)))
 
 
 class BodyTap:
@@ -271,7 +368,11 @@ class BodyTap:
         return parse_usage(b"".join(self._pieces))
 
 
-def error_event(error: RequestError) -> bytes:
-    """An error as the last event of a stream that has begun. No ``[DONE]`` follows it."""
+def error_event(error: RequestError, endpoint: Endpoint = Endpoint.CHAT, *, number: int = 0) -> bytes:
+    """An error as the last event of a stream that has begun, after ``number`` others. No ``[DONE]`` follows it."""
+    if endpoint.dialect is Dialect.ANTHROPIC:
+        return anthropic.error_event(error)
+    if endpoint is Endpoint.RESPONSES:
+        return responses.error_event(error, number=number)
     body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
     return b"data: " + body + b"\n\n"
