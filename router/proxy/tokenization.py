@@ -143,14 +143,12 @@ class PromptTokenizer:
 def _special_token_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """A pattern that cuts *around* special tokens, or None if pieces would not tokenize as in the whole.
 
-    Safe for byte-level tokenizers: their pre-tokenizer works piece by piece between special tokens already. Others
-    (a prefix space for the first piece, say) are given the whole text.
+    ``tokenizers`` itself splits at such tokens before anything else, and normalizes, pre-tokenizes and merges what lies
+    between them piece by piece. What looks beyond a piece: a prefix for the *first* one, and added tokens that share
+    characters with the cut or look at the words beside them. Texts of such tokenizers are not cut.
     """
     description = json.loads(tokenizer.to_str())
-    pre_tokenizer = json.dumps(description.get("pre_tokenizer") or {})
-    if '"ByteLevel"' not in pre_tokenizer or '"add_prefix_space": true' in pre_tokenizer:
-        return None
-    if (description.get("normalizer") or {"type": "NFC"})["type"] not in ("NFC", "NFKC", "NFD", "NFKD"):
+    if '"prepend_scheme": "first"' in json.dumps(description.get("pre_tokenizer")):
         return None
     added = description.get("added_tokens", ())
     plain = [

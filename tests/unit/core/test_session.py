@@ -321,6 +321,7 @@ def test_idleness_ends_a_home_but_not_before_its_request() -> None:
     first = table.start("m", key(1), slot=2, now=0)
     second = table.start("m", key(1), slot=2, now=1)
     table.finish("m", key(1), first, now=2)
+    serve(table, 2, slot=0, now=4999)
     assert table.home("m", key(1), now=5000) == 2
 
     table.finish("m", key(1), second, now=5000)
