@@ -20,6 +20,9 @@ commands:
   router    route requests over workers: OpenAI API on :8000, admin, metrics and console on :8001
   shim      run a worker of our own: paged-KV engine with prefix cache and cache events, on :8100
   replay    load a router or worker with coding-agent sessions; report latency and cache hits
+  record-events, check-events
+            record an engine's cache events and requests; compare them with what the router predicts
+  bench     measure the router's own parts: homing bench index
   simulate  compare routing policies over a recorded trace, in simulated time
   version   print the version
 
@@ -60,9 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _part("loadtest.cli", extra=None)(rest)
         case ["simulate", *rest]:
             return _part("loadtest.simulate.cli", extra=None)(rest)
+        case ["check-events" | "record-events" | "bench", *_]:
+            return _part("router.capture.cli", extra=None)(arguments)
         case [unknown, *_]:
             print(
-                f"homing: unknown command {unknown!r}; there are router, shim, replay, simulate and version",
+                f"homing: unknown command {unknown!r}; homing --help names them all",
                 file=sys.stderr,
             )
             return 2

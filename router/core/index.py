@@ -56,6 +56,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.refused_blocks = 0
         self.provisional = Provisional()
+        self.adapters: set[str] = set()
         self._dense = ChainTable()
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
         self._lower = CopyTable()
@@ -147,6 +148,8 @@ class PrefixIndex:
             rank.orphans.setdefault(event.parent, []).append(event)
             _bound(rank.orphans, MAX_ORPHANS)
             return
+        if event.lora_name:
+            self.adapters.add(event.lora_name)
         keys = _keys_of(event, parent, unit_tokens=self.block_tokens)
         if len(self) + len(keys) > self.max_blocks:
             self.refused_blocks += len(keys)
@@ -383,6 +386,8 @@ def _only(mask: Mask, members: int) -> Mask:
 def _keys_of(event: BlockStored, parent: int | None, *, unit_tokens: int) -> list[int]:
     """Chain keys of a dense event's blocks. Adapter and salt root the chain; other extra keys enter at their block."""
     extra = event.extra_keys or ()
+    if event.lora_name:  # vLLM names the adapter in each block's extra keys, too
+        extra = tuple([key for key in keys or () if key != event.lora_name] for keys in extra)
     if parent is None:
         salt = event.cache_salt or "\x00".join(map(str, extra[0] or () if extra else ()))
         parent = namespace_seed(event.lora_name or "", salt)

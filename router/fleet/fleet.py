@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import Gauge
 
@@ -28,13 +28,25 @@ from router.core.types import (
     SessionKey,
     Trust,
 )
+from router.core.usable import Geometry
+from router.fleet.shared import Embedded, SharedState
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
-from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Snapshot
+from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, Snapshot
 
+#: After a reset that the router made, an engine may be so late with the clear that belongs to it.
+CLEAR_SECONDS = 5.0
 #: An index is shared by the ranks that serve the same models in blocks of the same size.
 IndexKey = tuple[frozenset[str], int]
+
+
+@dataclass(slots=True)
+class HeldBack:
+    """Events that came after a reset, but perhaps from before it: until the engine's own clear, or ``until``."""
+
+    until: float
+    batches: list[EventBatch] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -54,6 +66,7 @@ class Member:
     pool_tokens: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
+    held: HeldBack | None = None
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -81,18 +94,32 @@ class RankInfo:
 class Fleet:
     """The one writer of the routing state. ``view`` is replaced whenever a rank comes, goes or changes status."""
 
-    def __init__(self, settings: RoutingSettings, metrics: Metrics, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        shared: SharedState | None = None,
+    ) -> None:
         self.view = FleetView()
-        self.loads = LoadBook()
+        self.shared: SharedState = shared or Embedded()
+        self.loads = LoadBook(is_shared=self.shared.is_shared)
         self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
         self.texts = TextIndex()
         self.clock = clock
         self._settings = settings
         self._metrics = metrics
         self._members: dict[int, Member] = {}
+        self._slots: dict[RankId, int] = {}
+        self._geometries: dict[str, Geometry] = {}
         self._indexes: dict[IndexKey, PrefixIndex] = {}
         metrics.sessions.set_function(lambda: len(self.sessions))
         metrics.index_entries.set_function(lambda: sum(map(len, self._indexes.values())))
+
+    def set_geometry(self, model: str, geometry: Geometry) -> None:
+        """What no event stream says of a model. Holds for ranks that are added later."""
+        self._geometries[model] = geometry
 
     # --- membership ---------------------------------------------------------------------------------
 
@@ -121,6 +148,7 @@ class Fleet:
             pool_tokens=pool_tokens,
         )
         self._members[slot] = member
+        self._slots[rank_id] = slot
         if block_tokens is not None:
             self._join_index(member, block_tokens)
         self._watch(member)
@@ -130,6 +158,7 @@ class Fleet:
     def remove_rank(self, slot: int) -> None:
         """Forget a rank with all it held, its load and its sessions."""
         member = self._members.pop(slot)
+        del self._slots[member.id]
         if member.index is not None:
             member.index.remove_rank(slot)
             member.index.provisional.forget(slot)
@@ -159,6 +188,20 @@ class Fleet:
         """The indexes whose ranks serve a model: one a block size."""
         return [index for (models, _), index in self._indexes.items() if model in models]
 
+    # --- other replicas -----------------------------------------------------------------------------
+
+    def home(self, model: str, session: SessionKey, *, now: float) -> int | None:
+        """The slot of the rank that served this session last, here or at another replica."""
+        elsewhere = self.shared.home(model, session)
+        if elsewhere is not None and (slot := self._slots.get(elsewhere.rank)) is not None:
+            self.sessions.adopt(model, session, slot=slot, used_at=elsewhere.used_at, now=now)
+        return self.sessions.home(model, session, now=now)
+
+    def set_elsewhere(self, rank_id: RankId, load: RankLoad) -> None:
+        """What the other replicas have on a rank; one that is not known here does not matter."""
+        if (slot := self._slots.get(rank_id)) is not None:
+            self.loads.set_elsewhere(slot, load, now=self.clock())
+
     # --- cache events -------------------------------------------------------------------------------
 
     def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:
@@ -168,6 +211,8 @@ class Fleet:
         must be read again from their start.
         """
         member = self._members[slot]
+        if member.held is not None:
+            return self._apply_held(member, member.held, batch, now=now)
         whole = True
         unit_tokens = math.gcd(
             member.block_tokens or 0, *(event.block_tokens for event in batch.events if isinstance(event, BlockStored))
@@ -188,9 +233,34 @@ class Fleet:
         self._measure(member)
         return whole
 
+    def expect_clear(self, slot: int) -> None:
+        """The rank's cache was emptied through the router. vLLM's own clear comes with its next step.
+
+        What arrives before it is older than the reset. An engine whose clear was quicker than its answer has nothing
+        stored by now.
+        """
+        member = self._members[slot]
+        is_told_already = member.index is not None and not member.index.blocks(slot)
+        self.clear(slot, "reset")
+        if not is_told_already:
+            member.held = HeldBack(self.clock() + CLEAR_SECONDS)
+
+    def _apply_held(self, member: Member, held: HeldBack, batch: EventBatch, *, now: float) -> bool:
+        places = [place for place, event in enumerate(batch.events) if isinstance(event, AllBlocksCleared)]
+        if places:
+            held.batches.clear()
+            batch = replace(batch, events=batch.events[places[-1] :])
+        elif now < held.until:
+            held.batches.append(batch)
+            return True
+        member.held = None
+        outcomes = [self.apply(member.slot, each, now=now) for each in (*held.batches, batch)]
+        return all(outcomes)
+
     def clear(self, slot: int, cause: str) -> None:
         """Throw a rank's picture away: nothing stale is trusted."""
         member = self._members[slot]
+        member.held = None
         if member.index is not None:
             member.index.clear(slot)
         self.texts.forget(slot)
@@ -213,7 +283,8 @@ class Fleet:
             self._indexes[key] = PrefixIndex(block_tokens=block_tokens, max_blocks=self._settings.max_index_blocks)
         member.index = self._indexes[key]
         member.block_tokens = block_tokens
-        member.index.add_rank(member.slot, domain=member.target.engine)
+        geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)
+        member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry)
         self._measure(member)
 
     def _measure(self, member: Member) -> None:
@@ -260,7 +331,7 @@ class Fleet:
                     id=member.id,
                     models=member.models,
                     status=member.status,
-                    load=member.load,
+                    load=self.loads.total(member.slot),
                     pace=member.pace,
                     trust=member.trust,
                     pool_tokens=member.pool_tokens,

@@ -46,6 +46,7 @@ class Ranks(Picture, Protocol):
         pool_tokens: int | None,
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
+    def expect_clear(self, slot: int) -> None: ...
     def set_status(self, slot: int, status: RankStatus) -> None: ...
 
 
@@ -178,7 +179,7 @@ class Registry:
             raise WorkerError(f"{worker.name} has not been reached yet: {worker.reason}")
         await reset_cache(self._client, worker.info)
         for slot in worker.slots:
-            self._ranks.clear(slot, "reset")
+            self._ranks.expect_clear(slot)
 
     # --- a worker's life ------------------------------------------------------------------------------
 

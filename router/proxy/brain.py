@@ -68,10 +68,13 @@ class RouterBrain:
         self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
-        self._policy = make_policy(settings.policy, CostParameters(move_weight=settings.move_weight))
+        self._policy = make_policy(
+            settings.policy, CostParameters(move_weight=settings.move_weight), agree=fleet.shared.is_shared
+        )
         self._rng = random.Random(settings.seed)
         self._tokenizers: dict[str, PromptTokenizer] = {}
         self._aliases: dict[str, str] = {}
+        self._adapters: set[str] = set()
         self._seen: dict[str, SeenPrefixes] = {}
         self._expiring: deque[tuple[float, PrefixIndex, Ticket]] = deque()
 
@@ -88,6 +91,10 @@ class RouterBrain:
     def set_alias(self, alias: str, model: str) -> None:
         """Another name clients may use. The worker must accept it too: bodies are not rewritten."""
         self._aliases[alias] = model
+
+    def set_adapter(self, model: str) -> None:
+        """This model is an adapter (LoRA) over another: engines keep its blocks apart. Else learnt from the events."""
+        self._adapters.add(model)
 
     def models(self) -> list[str]:
         """Names of the models that a known worker serves, sorted."""
@@ -117,6 +124,8 @@ class RouterBrain:
                 param="model",
             )
         session = identify(headers, request.fields, tenant=tenant, first=self._settings.session_headers)
+        if session is not None:
+            await self._fleet.shared.look_up(model, session)
         tokenizer = self._tokenizers.get(model)
         with self._metrics.tokenize_seconds.time():
             if tokenizer is None:
@@ -131,7 +140,7 @@ class RouterBrain:
             tokens=tokens,
             prompt_tokens=len(tokens) if tokens is not None else max(1, len(request.body) // BYTES_A_TOKEN),
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
-            seed=_seed(request.fields),
+            seed=self._seed(model, request.fields),
         )
         if tokens is None:
             prepared.text_keys = _text_keys(request, model=model, seed=prepared.seed)
@@ -149,7 +158,7 @@ class RouterBrain:
             tokens=tokens,
             prompt_tokens=len(tokens),
             output_tokens=_ASSUMED_OUTPUT_TOKENS,
-            seed=_seed(fields),
+            seed=self._seed(model, fields),
         )
 
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
@@ -158,13 +167,14 @@ class RouterBrain:
         now = fleet.clock()
         with self._metrics.decision_seconds.time():
             self._expire(now)
+            home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
             request = RouteRequest(
                 model=prepared.model,
                 prompt_tokens=prepared.prompt_tokens,
                 output_tokens=prepared.output_tokens,
-                reusable_tokens=self._reusable(prepared),
+                reusable_tokens=self._reusable(prepared, home),
                 session=prepared.session,
-                home=fleet.sessions.home(prepared.model, prepared.session, now=now) if prepared.session else None,
+                home=home,
                 exclude=exclude,
             )
             decision = self._policy(fleet.view, request, self._rng, now)
@@ -176,16 +186,29 @@ class RouterBrain:
         member = fleet.member(decision.slot)
         return Attempt(target=member.target, decision=decision, lease=self._open(prepared, decision, member, now=now))
 
-    def _reusable(self, prepared: PreparedRequest) -> Mapping[int, int]:
-        if prepared.tokens is None:
-            sent = self._fleet.texts.blocks_sent(prepared.text_keys)
-            most = prepared.prompt_tokens - 1
-            return {slot: min(most, blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN) for slot, blocks in sent.items()}
+    def _reusable(self, prepared: PreparedRequest, home: int | None = None) -> Mapping[int, int]:
         reusable: dict[int, int] = {}
+        if prepared.tokens is None:
+            most = prepared.prompt_tokens - 1
+            for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
+                reusable[slot] = min(most, blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN)
+            if home is not None and (sent := self._sent_elsewhere(prepared)):
+                reusable[home] = max(reusable.get(home, 0), min(most, sent))
+            return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
             reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
         return reusable
+
+    def _sent_elsewhere(self, prepared: PreparedRequest) -> int:
+        """Tokens of the session's last prompt if another replica sent it: text that this one has not seen."""
+        assert prepared.session is not None, "only a session has a home"
+        shared = self._fleet.shared.home(prepared.model, prepared.session)
+        return 0 if shared is None or shared.is_own else shared.prompt_tokens
+
+    def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
+        assert prepared.session is not None, "only a session has a home"
+        self._fleet.shared.bound(prepared.model, prepared.session, member.id, prompt_tokens=prepared.prompt_tokens)
 
     def _open(self, prepared: PreparedRequest, decision: Decision, member: Member, *, now: float) -> _Lease:
         fleet = self._fleet
@@ -199,12 +222,22 @@ class RouterBrain:
         binding = None
         if prepared.session is not None:
             binding = fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
+            self._tell_home(prepared, member)
         lease = _Lease(self, prepared, decision, member, claim, binding)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
         elif _shares_before_prefill(member):
             self._promise_prompt(lease)
         return lease
+
+    def _seed(self, model: str, fields: Mapping[str, object]) -> int:
+        """The root of a prompt's chain: prompts of different adapters, salts or extra keys (SGLang) share nothing."""
+        is_adapter = model in self._adapters or any(model in index.adapters for index in self._fleet.indexes(model))
+        salt, extra = (
+            value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key")
+        )
+        parts = (model if is_adapter else "", salt)
+        return namespace_seed(*parts, extra) if extra else namespace_seed(*parts)
 
     def _ideal_tokens(self, prepared: PreparedRequest) -> int:
         """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
@@ -262,6 +295,8 @@ class RouterBrain:
         self._fleet.loads.close(lease.claim, now=now)
         if prepared.session is not None and lease.binding is not None:
             self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
+            if lease.binding.slot == lease.member.slot:
+                self._tell_home(prepared, lease.member)
         if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
             self._promise_output(lease, output)
             for index, ticket in lease.promises:
@@ -327,12 +362,6 @@ class _Lease:
         if self._open:
             self._open = False
             self._brain._close(self, outcome, usage, output)
-
-
-def _seed(fields: Mapping[str, object]) -> int:
-    """The root of a prompt's chain: prompts of different salts or extra keys (SGLang) share nothing."""
-    salt, extra = (value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key"))
-    return namespace_seed("", salt, extra) if extra else namespace_seed("", salt)
 
 
 def _shares_before_prefill(member: Member) -> bool:

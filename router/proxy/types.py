@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -32,8 +32,8 @@ class Lease(Protocol):
     def first_byte(self) -> None:
         """The first byte of the answer's body has arrived: prefill is over."""
 
-    def close(self, outcome: Outcome, usage: Usage | None) -> None:
-        """The attempt is over. Calls after the first do nothing."""
+    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
+        """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
 
 
 @dataclass(frozen=True, slots=True)

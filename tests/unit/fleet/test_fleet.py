@@ -188,7 +188,7 @@ def test_a_rank_that_leaves_takes_everything_with_it() -> None:
     index = world.fleet.member(slot).index
     assert index is not None
     keys = block_keys(TOKENS, block_tokens=16, parent=namespace_seed("", ""))
-    promise = index.provisional.add(slot, keys, tail_blocks=1)
+    promise = index.promise(slot, keys, prompt_tokens=len(TOKENS))
     world.fleet.texts.add(slot, [1, 2])
     world.fleet.loads.open(slot, prompt_tokens=10, prefill_tokens=10, seconds=1.0, now=world.now)
     world.fleet.sessions.start("m", SessionKey("t", "s"), slot=slot, now=world.now)
@@ -199,11 +199,25 @@ def test_a_rank_that_leaves_takes_everything_with_it() -> None:
     assert (world.reusable(), world.fleet.texts.blocks_sent([1, 2])) == ({}, {})
     assert world.fleet.member(slot).load.inflight == 0
     assert world.fleet.sessions.home("m", SessionKey("t", "s"), now=world.now) is None
-    mine = index.provisional.add(slot, keys[:2], tail_blocks=1)
+    mine = index.promise(slot, keys[:2], prompt_tokens=33)
     index.provisional.drop(promise)
     assert world.reusable() == {slot: 32}
     index.provisional.drop(mine)
-    assert (index.provisional.dense, index.provisional.tails) == ({}, {})
+    assert (len(index.provisional), index.provisional.dense) == (0, {})
+
+
+def test_a_promise_shorter_than_the_window_counts_whole() -> None:
+    """Three blocks promised to a rank whose window spans four: the run reaches back to the start."""
+    world = World()
+    slot = world.add("a")
+    world.publish(slot, BlockStored((9,), None, tuple(range(500, 516)), 16))
+    world.publish(slot, BlockStored((9,), None, (0,) * 16, 16, group=1, kind="sliding_window", window_tokens=65))
+    index = world.fleet.member(slot).index
+    assert index is not None
+    keys = block_keys(TOKENS[:48], block_tokens=16, parent=namespace_seed("", ""))
+    index.promise(slot, keys, prompt_tokens=49)
+
+    assert index.reusable_tokens(keys, prompt_tokens=49) == {slot: 48}
 
 
 def test_the_admin_planes_rows_say_what_the_rank_is() -> None:

@@ -1,0 +1,350 @@
+"""Recorded event streams and the requests beside them: the two files of a capture, read and written.
+
+``NAME.jsonl`` holds one ZMQ message a line: ``t`` (arrival, seconds), ``socket_rank``, ``frames_hex`` (topic, sequence,
+payload). ``NAME.requests.jsonl`` holds one record a line, told apart by ``kind``: ``request``, ``reset...``,
+``restart...``, ``note``; others are passed over. Either may be gzipped (``.gz``).
+
+Recorders have changed their words over time, so a fact may stand under several names; all are listed here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from router.core.types import Engine
+from router.core.usable import Geometry
+from router.errors import CaptureError, WireError
+from router.wire.kv_events import EventBatch, decode_batch, decode_sequence
+
+_FINISH_NAMES = ("finish_t", "finished_t", "done_t", "end_t", "abort_t", "aborted_t", "last_token_t")
+_UNSCORED = ("aborted", "failed", "prior_request")
+_REQUESTS_SUFFIX = ".requests.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message as it arrived; ``batch`` is None where it could not be decoded."""
+
+    at: float
+    rank: int
+    sequence: int | None
+    batch: EventBatch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request. ``cached_tokens`` is the engine's own word; None where the request is not scored.
+
+    ``rank`` is the rank that served it; None where nobody knows. ``prompt`` is empty where the record has no token ids.
+    """
+
+    at: float
+    first_token_at: float | None
+    finished_at: float
+    model: str
+    tag: str
+    prompt: array[int]
+    output: array[int]
+    rank: int | None
+    cached_tokens: int | None
+    is_failed: bool
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The caches were emptied through the router, or the engine was started anew."""
+
+    at: float
+    is_restart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A capture, each part in the order of its time. ``requests`` is None for a lone file of frames."""
+
+    name: str
+    engine: Engine
+    frames: Sequence[Frame]
+    requests: Sequence[Sent] | None
+    resets: Sequence[Reset]
+    geometry: Geometry = field(default_factory=Geometry)
+    block_tokens: int | None = None
+    adapters: frozenset[str] = frozenset()
+
+
+def find_captures(paths: Sequence[Path]) -> list[tuple[Path, Path | None]]:
+    """The frames file and requests file of each capture named, either of which (or both) may be given.
+
+    Raises ``CaptureError`` for a file that does not exist.
+    """
+    found: dict[str, tuple[Path, Path | None]] = {}
+    for path in paths:
+        stem = str(path).removesuffix(".gz").removesuffix(_REQUESTS_SUFFIX).removesuffix(".jsonl")
+        frames, requests = _existing(stem + ".jsonl"), _existing(stem + _REQUESTS_SUFFIX)
+        if not path.exists() and frames is None:
+            raise CaptureError(f"{path}: no such file")
+        if frames is None:
+            raise CaptureError(f"{path}: its frames are missing; they should be in {stem}.jsonl or {stem}.jsonl.gz")
+        found[stem] = (frames, requests)
+    return list(found.values())
+
+
+def _existing(name: str) -> Path | None:
+    return next((path for path in (Path(name), Path(name + ".gz")) if path.exists()), None)
+
+
+def read_capture(frames: Path, requests: Path | None) -> Capture:
+    """Read both files whole. Raises ``CaptureError``."""
+    messages = [_frame(place, record) for place, record in _records(frames)]
+    name = frames.name.removesuffix(".gz").removesuffix(".jsonl")
+    records = list(_records(requests)) if requests is not None else []
+    engine = _engine(records, messages)
+    notes = [record for _, record in records if record.get("kind") == "note"]
+    settings = _merged(notes)
+    sent = [_request(place, record, engine) for place, record in records if _is_request(record)]
+    resets = [reset for place, record in records if (reset := _reset(place, record)) is not None]
+    return Capture(
+        name=name,
+        engine=engine,
+        frames=sorted(messages, key=lambda message: message.at),
+        requests=sorted(sent, key=lambda request: request.at) if requests is not None else None,
+        resets=sorted(resets, key=lambda reset: reset.at),
+        geometry=Geometry(
+            chunk_tokens=_first_number(settings, "attention_chunk_size", "chunk_size", "chunk_tokens", "chunk"),
+            eagle=bool(settings.get("eagle") or settings.get("use_eagle")),
+        ),
+        block_tokens=_first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size"),
+        adapters=_adapters(settings),
+    )
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line's record, with the place that an error should name."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise CaptureError(f"{path}:{number}: a record is a JSON object")
+                yield f"{path}:{number}", record
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise CaptureError(f"{path}:{number + 1}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise CaptureError(f"{path}:{number}: not JSON: {error}") from error
+
+
+# --- frames -----------------------------------------------------------------------------------------
+
+
+def _frame(place: str, record: Mapping[str, Any]) -> Frame:
+    try:
+        at, rank = float(record["t"]), int(record.get("socket_rank", 0))
+        parts = [bytes.fromhex(part) for part in record["frames_hex"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CaptureError(f"{place}: a frame has t, socket_rank and frames_hex: {error!r}") from error
+    if len(parts) < 2:
+        raise CaptureError(f"{place}: a message has a topic, a sequence number and a payload")
+    try:
+        sequence = decode_sequence(parts[-2])
+    except WireError:
+        return Frame(at, rank, None, None)
+    try:
+        return Frame(at, rank, sequence, decode_batch(parts[-1]))
+    except WireError:
+        return Frame(at, rank, sequence, None)
+
+
+def frame_record(at: float, rank: int, parts: Sequence[bytes]) -> dict[str, Any]:
+    """A message as a line of the frames file."""
+    record: dict[str, Any] = {"t": at, "socket_rank": rank, "frames_hex": [part.hex() for part in parts]}
+    if len(parts) == 3 and len(parts[1]) == 8:
+        record["seq"] = int.from_bytes(parts[1], "big")
+    return record
+
+
+# --- requests ---------------------------------------------------------------------------------------
+
+
+def _is_request(record: Mapping[str, Any]) -> bool:
+    return record.get("kind") in ("request", *_UNSCORED)
+
+
+def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
+    fields = _mapping(record.get("request"))
+    response = _mapping(record.get("response"))
+    finished_at = _finish(record)
+    if finished_at is None:
+        raise CaptureError(f"{place}: a request without a time: sent_t, and one of {', '.join(_FINISH_NAMES)} or t")
+    sent_at = _number(record.get("sent_t"))
+    status = record.get("status")
+    is_failed = bool(record.get("failed")) or (isinstance(status, int) and status >= 400)
+    is_scored = (
+        sent_at is not None
+        and not is_failed
+        and record["kind"] == "request"
+        and not any(record.get(name) for name in _UNSCORED)
+    )
+    try:
+        prompt, output = _prompt(record, fields, response), _output(record, response)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CaptureError(f"{place}: token ids are non-negative integers: {error}") from error
+    is_known = not (record.get("prior_request") or record["kind"] == "prior_request")
+    return Sent(
+        at=sent_at if sent_at is not None else finished_at,
+        first_token_at=_number(record.get("first_token_t")),
+        finished_at=finished_at,
+        model=str(fields.get("model") or record.get("model") or ""),
+        tag=str(record.get("tag", "")),
+        prompt=prompt if is_known and sent_at is not None else array("I"),
+        output=output,
+        rank=_rank(record, fields, engine),
+        cached_tokens=_cached(response) if is_scored else None,
+        is_failed=is_failed,
+        fields=fields,
+    )
+
+
+def _prompt(record: Mapping[str, Any], fields: Mapping[str, Any], response: Mapping[str, Any]) -> array[int]:
+    choice = _choice(response)
+    for found in (
+        record.get("prompt_token_ids"),
+        response.get("prompt_token_ids"),
+        choice.get("prompt_token_ids"),
+        fields.get("input_ids"),
+        record.get("tokenize_ids"),
+        fields.get("prompt"),
+    ):
+        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
+            return array("I", found[0])
+        if isinstance(found, list) and found and isinstance(found[0], int):
+            return array("I", found)
+    return array("I")
+
+
+def _output(record: Mapping[str, Any], response: Mapping[str, Any]) -> array[int]:
+    for found in (record.get("output_token_ids"), _choice(response).get("token_ids"), response.get("output_ids")):
+        if isinstance(found, list):
+            return array("I", found)
+    return array("I")
+
+
+def _cached(response: Mapping[str, Any]) -> int | None:
+    details = _mapping(_mapping(response.get("usage")).get("prompt_tokens_details"))
+    for found in (details.get("cached_tokens"), _mapping(response.get("meta_info")).get("cached_tokens")):
+        if isinstance(found, int):
+            return found
+    return 0 if "usage" in response and "prompt_tokens_details" in _mapping(response["usage"]) else None
+
+
+def _rank(record: Mapping[str, Any], fields: Mapping[str, Any], engine: Engine) -> int | None:
+    """The rank that served, else the one asked for; engines of one rank have no other."""
+    if isinstance(served := record.get("served_rank"), int):
+        return served
+    headers = {str(name).lower(): value for name, value in _mapping(record.get("headers")).items()}
+    meta = _mapping(_mapping(record.get("response")).get("meta_info"))
+    asked = headers.get("x-data-parallel-rank") if engine is not Engine.SGLANG else fields.get("routed_dp_rank")
+    for found in (meta.get("dp_rank"), asked, record.get("rank")):
+        if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
+            return int(found)
+    return None
+
+
+def _finish(record: Mapping[str, Any]) -> float | None:
+    for name in _FINISH_NAMES:
+        if (found := _number(record.get(name))) is not None:
+            return found
+    finish = record.get("finish")
+    if isinstance(finish, Mapping):
+        times = [time for name in ("t", "time", *_FINISH_NAMES) if (time := _number(finish.get(name))) is not None]
+        if times:
+            return times[0]
+    return _number(finish) if _number(finish) is not None else _number(record.get("t"))
+
+
+def _reset(place: str, record: Mapping[str, Any]) -> Reset | None:
+    """A reset that the engine refused is none: it answers 400, or 200 with ``success: false``."""
+    kind = str(record.get("kind", ""))
+    if not kind.startswith(("reset", "restart")):
+        return None
+    at = next((time for name in ("done_t", "t", "sent_t") if (time := _number(record.get(name))) is not None), None)
+    if at is None:
+        raise CaptureError(f"{place}: a {kind} without its time t")
+    status = record.get("status", 200)
+    answer = json.dumps(record.get("response", record.get("text", ""))).replace(" ", "").replace("\\", "")
+    if (isinstance(status, int) and status >= 400) or '"success":false' in answer or record.get("success") is False:
+        return None
+    return Reset(at, is_restart=kind.startswith("restart"))
+
+
+# --- what notes say -----------------------------------------------------------------------------------
+
+
+def _engine(records: Sequence[tuple[str, Mapping[str, Any]]], frames: Sequence[Frame]) -> Engine:
+    """Told by the notes, else by the shape of the events: only vLLM and the shim name a group's kind."""
+    for _, record in records:
+        if record.get("kind") == "note":
+            named = str(record.get("engine", "")).lower()
+            for engine in Engine:
+                if engine in named:
+                    return engine
+            if "kv_event_sources" in record:
+                return Engine.SHIM if "homing-shim" in json.dumps(record["kv_event_sources"]) else Engine.VLLM
+            info = _mapping(record.get("info"))
+            if "page_size" in info or "kv_events" in info:
+                return Engine.SGLANG
+    if any(frame.batch is not None and frame.batch.epoch for frame in frames):
+        return Engine.SHIM
+    kinds = {event.kind for frame in frames if frame.batch for event in frame.batch.events if hasattr(event, "kind")}
+    return Engine.VLLM if any(kinds) or not frames else Engine.SGLANG
+
+
+def _merged(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that the notes say of the engine's geometry, in one mapping."""
+    merged: dict[str, Any] = {}
+    for note in notes:
+        for part in (note.get("info"), note, note.get("geometry"), _mapping(note.get("info")).get("geometry")):
+            merged.update(_mapping(part))
+    return merged
+
+
+def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:
+    for name in ("lora_paths", "lora_modules", "loras", "lora", "adapters"):
+        found = settings.get(name)
+        if isinstance(found, Mapping):
+            return frozenset(map(str, found))
+        if isinstance(found, list):
+            return frozenset(
+                str(entry.get("name", "")) if isinstance(entry, Mapping) else str(entry) for entry in found
+            )
+    return frozenset()
+
+
+def _choice(response: Mapping[str, Any]) -> Mapping[str, Any]:
+    choices = response.get("choices")
+    return _mapping(choices[0]) if isinstance(choices, list) and choices else {}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _first_number(settings: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        found = settings.get(name)
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            return found
+    return None
