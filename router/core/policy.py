@@ -21,6 +21,8 @@ Policy = Callable[[FleetView, RouteRequest, "Random", float], Decision | None]
 
 #: Prices closer than this are equal: the draw decides.
 _TIE_SECONDS = 1e-6
+#: Cold ranks up to so many times the lowest price are near enough for routers to agree by hashing.
+_AGREE_RATIO = 1.1
 
 
 def candidates(view: FleetView, request: RouteRequest) -> list[RankView]:
@@ -65,12 +67,30 @@ def least_loaded(view: FleetView, request: RouteRequest, rng: Random, now: float
     return _decision(chosen, ranks, request, reason=Reason.LOAD)
 
 
-class SessionHash:
-    """The session's place on a consistent-hash ring, whatever is cached or busy; without a session, by load."""
+class Places:
+    """Where sessions belong by consistent hashing over a model's ranks: every router finds the same, asking nobody."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
         self._ring = Ring(())
+
+    def first(self, view: FleetView, ranks: Sequence[RankView], request: RouteRequest) -> RankView:
+        """The one of ``ranks`` that comes first from the session's place on the ring. The request has a session."""
+        assert request.session is not None
+        serving = {str(rank.id): rank for rank in view.ranks if request.model in rank.models}
+        if self._names != serving.keys():
+            self._names = frozenset(serving)
+            self._ring = Ring(serving)
+        eligible = {rank.slot for rank in ranks}
+        walk = self._ring.walk("\x00".join(request.session))
+        return next(serving[name] for name in walk if serving[name].slot in eligible)
+
+
+class SessionHash:
+    """The session's place on a consistent-hash ring, whatever is cached or busy; without a session, by load."""
+
+    def __init__(self) -> None:
+        self._places = Places()
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
@@ -78,22 +98,21 @@ class SessionHash:
             return None
         if request.session is None:
             return least_loaded(view, request, rng, now)
-        serving = {str(rank.id): rank for rank in view.ranks if request.model in rank.models}
-        if self._names != serving.keys():
-            self._names = frozenset(serving)
-            self._ring = Ring(serving)
-        eligible = {rank.slot for rank in ranks}
-        chosen = next(
-            serving[name] for name in self._ring.walk("\x00".join(request.session)) if serving[name].slot in eligible
-        )
+        chosen = self._places.first(view, ranks, request)
         return _decision(chosen, ranks, request, reason=Reason.HASH)
 
 
 class Affinity:
-    """The cheapest rank in seconds (``core/cost``)."""
+    """The cheapest rank in seconds (``core/cost``).
 
-    def __init__(self, parameters: CostParameters) -> None:
+    Equals are drawn by lot; or, where other routers decide too (``agree``), a new session goes to the first of the
+    cold ranks by its place on the ring, those a little dearer than the cheapest included, since no two routers see
+    quite the same prices.
+    """
+
+    def __init__(self, parameters: CostParameters, *, agree: bool = False) -> None:
         self._parameters = parameters
+        self._places = Places() if agree else None
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
@@ -105,7 +124,12 @@ class Affinity:
         equal = [
             rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS
         ]
-        chosen = home if home in equal else rng.choice(equal)
+        if home in equal:
+            chosen = home
+        elif self._places is not None and request.session is not None and home is None:
+            chosen = self._places.first(view, _near(ranks, prices, request, lowest=lowest), request)
+        else:
+            chosen = rng.choice(equal)
         return _decision(chosen, ranks, request, reason=self._reason(chosen, home, request), prices=prices)
 
     @staticmethod
@@ -117,10 +141,22 @@ class Affinity:
         return Reason.PREFIX if reusable_tokens(chosen, request) else Reason.COLD
 
 
-def make_policy(name: str, parameters: CostParameters) -> Policy:
-    """A policy by its setting's name. Raises ``KeyError`` for a name that is none."""
+def _near(
+    ranks: Sequence[RankView], prices: Sequence[Price], request: RouteRequest, *, lowest: float
+) -> list[RankView]:
+    """The ranks that cost about the lowest price, if all of those are cold; else the cheapest alone."""
+    cheapest = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS]
+    near = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest * _AGREE_RATIO]
+    return cheapest if any(reusable_tokens(rank, request) for rank in near) else near or cheapest
+
+
+def make_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> Policy:
+    """A policy by its setting's name. Raises ``KeyError`` for a name that is none.
+
+    ``agree``: other routers decide over the same ranks, and should send a new session to the same one.
+    """
     makers: dict[str, Callable[[], Policy]] = {
-        "affinity": lambda: Affinity(parameters),
+        "affinity": lambda: Affinity(parameters, agree=agree),
         "round_robin": RoundRobin,
         "least_loaded": lambda: least_loaded,
         "session_hash": SessionHash,
