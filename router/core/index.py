@@ -282,7 +282,9 @@ class PrefixIndex:
         """Count the units from ``start`` on as resident, too: what a request has generated."""
         rank = self._ranks[slot]
         start -= start % rank.stride
-        promised = {DENSE: keys[start + rank.stride - 1 :: rank.stride]}
+        held = self._dense.masks
+        ends = keys[start + rank.stride - 1 :: rank.stride]
+        promised = {DENSE: [key for key in ends if not held.get(key, 0) & rank.bit]}
         for group, rule in rank.rules.items():
             promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
         return self.provisional.add(slot, promised)
