@@ -22,10 +22,8 @@ def chat_fields(fields: Json) -> dict[str, Any]:
     """The fields of a chat request with the same prompt: messages, tools, template arguments. Never raises."""
     messages = [*_system(fields.get("system")), *_messages(fields.get("messages"))]
     chat: dict[str, Any] = {"messages": messages, "tools": _tools(fields.get("tools"))}
-    if isinstance(extra := fields.get("chat_template_kwargs"), Mapping):
-        chat["chat_template_kwargs"] = extra
-    if (effort := _effort(fields)) is not None:
-        chat["reasoning_effort"] = effort
+    extra = fields.get("chat_template_kwargs")
+    chat["chat_template_kwargs"] = {**_effort(fields), **(extra if isinstance(extra, Mapping) else {})}
     return chat
 
 
@@ -103,18 +101,19 @@ def _from_blocks(role: str, content: object) -> Iterator[Json]:
 
 
 def _call(block: Json) -> Json:
+    """Keys in vLLM's order: templates may print a call as it is."""
     arguments = block.get("input")
-    function = {"name": block.get("name") or "", "arguments": arguments if isinstance(arguments, Mapping) else {}}
-    return {"id": block.get("id") or "", "type": "function", "function": function}
+    function = {"arguments": arguments if isinstance(arguments, Mapping) else {}, "name": block.get("name") or ""}
+    return {"id": block.get("id") or "", "function": function, "type": "function"}
 
 
 def _tool_result(block: Json) -> Iterator[Json]:
     content, call_id = block.get("content"), block.get("tool_use_id") or ""
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        text = content
+    else:
         texts = (item.get("text") for item in _blocks(content) if item.get("type") == "text")
         text = "\n".join(text for text in texts if isinstance(text, str))
-    else:
-        text = content
     yield {"role": "tool", "tool_call_id": call_id, "content": text}
     images = [_image(item.get("source")) for item in _blocks(content) if item.get("type") == "image"]
     if images:
@@ -148,12 +147,14 @@ def _tools(tools: object) -> list[Json] | None:
     return converted
 
 
-def _effort(fields: Json) -> str | None:
+def _effort(fields: Json) -> Json:
+    """How hard to think, as template arguments."""
     thinking, output = fields.get("thinking"), fields.get("output_config")
     if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
-        return "none"
-    effort = output.get("effort") if isinstance(output, Mapping) else None
-    return effort if isinstance(effort, str) else None
+        effort: object = "none"
+    else:
+        effort = output.get("effort") if isinstance(output, Mapping) else None
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if isinstance(effort, str) else {}
 
 
 def _blocks(value: object) -> Iterator[Json]:

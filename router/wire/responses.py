@@ -34,11 +34,11 @@ def chat_fields(fields: Json) -> dict[str, Any] | None:
             if isinstance(item, Mapping):
                 _add(item, messages)
     chat: dict[str, Any] = {"messages": messages, "tools": _tools(fields.get("tools"))}
-    if isinstance(extra := fields.get("chat_template_kwargs"), Mapping):
-        chat["chat_template_kwargs"] = extra
-    reasoning = fields.get("reasoning")
+    extra, reasoning = fields.get("chat_template_kwargs"), fields.get("reasoning")
+    arguments: dict[str, Any] = {}
     if isinstance(reasoning, Mapping) and isinstance(effort := reasoning.get("effort"), str):
-        chat["reasoning_effort"] = effort
+        arguments = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    chat["chat_template_kwargs"] = {**arguments, **(extra if isinstance(extra, Mapping) else {})}
     return chat
 
 
@@ -90,7 +90,8 @@ def _add_call(item: Json, arguments: object, messages: list[dict[str, Any]]) -> 
     name = item.get("name") or ""
     if isinstance(namespace := item.get("namespace"), str) and namespace:
         name = f"{namespace}__{name}"
-    call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    # In vLLM's order: templates may print a call as it is.
+    call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}, "type": "function"}
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant":
         last.setdefault("tool_calls", []).append(call)
