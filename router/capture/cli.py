@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from router.capture.check import Report, check
+from router.capture.drive import Script, drive
 from router.capture.format import find_captures, read_capture
-from router.errors import CaptureError
+from router.capture.passthrough import serve
+from router.capture.record import Tape, following
+from router.errors import CaptureError, WorkerError
+from router.fleet.worker_api import describe
+from router.settings import WorkerSpec
+
+_GEOMETRY = 'what no event says: {"attention_chunk_size": N, "eagle": true, "lora_modules": {"NAME": "PATH"}}'
 
 
 def check_events(argv: Sequence[str]) -> int:
@@ -97,7 +108,64 @@ def _lines(reports: Sequence[Report], *, is_verbose: bool) -> list[str]:
     return lines
 
 
+def record_events(argv: Sequence[str]) -> int:
+    """``homing record-events``. Returns the exit status: 0, or 1 for a worker or port that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="homing record-events",
+        description="Record a worker's cache events and the requests it serves, for homing check-events. By default a "
+        "door is opened: send requests there instead of to the worker, and stop with Ctrl-C. With --drive a small "
+        "scripted load is run instead.",
+        epilog="Token ids are asked of the engine, so answers have more fields than without. Prompts are written "
+        "down as they are; credentials are not.",
+    )
+    script = Script()
+    parser.add_argument("--worker", required=True, metavar="URL", help="the worker to record")
+    parser.add_argument("--name", required=True, help="writes NAME.jsonl and NAME.requests.jsonl")
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where (default: here)")
+    parser.add_argument("--kv-events", metavar="tcp://HOST:PORT", help="endpoint of rank 0 (default: asked)")
+    parser.add_argument("--dp-size", type=int, metavar="N", help="ranks of the worker (default: asked)")
+    parser.add_argument("--host", default="127.0.0.1", help="of the door (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8099, help="of the door (default: 8099)")
+    parser.add_argument("--geometry", type=json.loads, default={}, metavar="JSON", help=_GEOMETRY)
+    parser.add_argument("--drive", action="store_true", help="run the scripted load")
+    for name, default in asdict(script).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(default), default=default, help=f"of the load (default: {default})")
+    options = parser.parse_args(argv)
+    script = Script(**{name: getattr(options, name) for name in asdict(script)})
+    try:
+        asyncio.run(_record(options, script))
+    except (WorkerError, OSError) as error:
+        print(f"homing record-events: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _record(options: argparse.Namespace, script: Script) -> None:
+    spec = WorkerSpec.model_validate(
+        {"url": options.worker.rstrip("/"), "kv_events": options.kv_events, "dp_size": options.dp_size}
+    )
+    async with httpx.AsyncClient(timeout=httpx.Timeout(None), trust_env=False) as client:
+        info = await describe(client, spec)
+        with Tape(options.name, options.folder) as tape:
+            tape.note(
+                "note",
+                text="server_info",
+                engine=str(info.engine),
+                models=info.models,
+                geometry={"block_size": info.block_tokens, "dp_size": info.dp_size, **options.geometry},
+            )
+            async with following(info, tape):
+                if options.drive:
+                    await drive(info, tape, client, script)
+                else:
+                    print(f"send requests to http://{options.host}:{options.port}; stop with Ctrl-C", flush=True)
+                    await serve(info, tape, client, host=options.host, port=options.port)
+            print(f"{tape.frames} messages, {tape.requests} requests in {options.folder / options.name}.*")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one of the commands; its name comes first."""
     name, *rest = argv
-    return {"check-events": check_events}[name](rest)
+    commands = {"check-events": check_events, "record-events": record_events}
+    return commands[name](rest)

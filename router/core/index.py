@@ -284,7 +284,7 @@ class PrefixIndex:
         start -= start % rank.stride
         held = self._dense.masks
         ends = keys[start + rank.stride - 1 :: rank.stride]
-        promised = {DENSE: [key for key in ends if not held.get(key, 0) & rank.bit]}
+        promised: dict[int, Sequence[int]] = {DENSE: [key for key in ends if not held.get(key, 0) & rank.bit]}
         for group, rule in rank.rules.items():
             promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
         return self.provisional.add(slot, promised)
