@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import httpx
 import uvicorn
@@ -29,6 +30,9 @@ from router.settings import Settings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.tokenizers import learn_from_worker, use_local
+
+if TYPE_CHECKING:
+    from router.fleet.redis_state import RedisState
 
 
 def run(settings: Settings) -> int:
@@ -77,7 +81,9 @@ class Router:
         metrics = Metrics(prometheus)
         metrics.build_info.labels(_version()).set(1)
 
-        fleet = Fleet(settings.routing, metrics, clock=time.monotonic)
+        self._shared = _shared_state(settings, metrics, log)
+        fleet = Fleet(settings.routing, metrics, clock=time.monotonic, shared=self._shared)
+        self._fleet = fleet
         brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics)
         use_local(brain, settings.models)
 
@@ -128,6 +134,7 @@ class Router:
         assert self._admin_socket is not None, "start first"
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._registry.run())
+            sharing = tasks.create_task(self._shared.run(self._fleet, self._registry)) if self._shared else None
             admin = tasks.create_task(self._admin.serve(sockets=[self._admin_socket]))
             self._announce()  # both doors are bound: who comes now waits, but is not refused
             await signals.stop.wait()
@@ -135,6 +142,8 @@ class Router:
             self._admin.should_exit = True
             await admin
             watching.cancel()
+            if sharing is not None:
+                sharing.cancel()
 
     async def _drain(self, signals: _Signals) -> None:
         seconds = self._settings.server.shutdown_seconds
@@ -155,6 +164,30 @@ class Router:
         data = _shown(self._settings.server.host, self._data_port)
         admin = _shown(self._settings.admin.host, self._admin_socket.getsockname()[1])
         print(f"homing router ready data=http://{data} admin=http://{admin}", flush=True)  # noqa: T201
+
+
+def _shared_state(settings: Settings, metrics: Metrics, log: FilteringBoundLogger) -> RedisState | None:
+    """Where replicas share state; None: this router alone. Raises ``ConfigError``."""
+    if settings.shared.redis_url is None:
+        metrics.shared_up.labels("embedded").set(1)
+        metrics.shared_replicas.set(1)
+        return None
+    try:
+        from router.fleet.redis_state import RedisState
+    except ModuleNotFoundError as error:
+        raise ConfigError("shared.redis_url needs the package redis: pip install 'homing[redis]'") from error
+    try:
+        return RedisState(
+            settings.shared,
+            max_sessions=settings.routing.max_sessions,
+            idle_seconds=settings.routing.session_idle_seconds,
+            replica=secrets.token_hex(8),
+            metrics=metrics,
+            log=log,
+            clock=time.monotonic,
+        )
+    except ValueError as error:
+        raise ConfigError(f"shared.redis_url cannot be used: {error}") from error
 
 
 class _Signals:

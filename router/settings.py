@@ -163,6 +163,33 @@ class ProbeSettings(_Slice):
     parity: bool = Field(True, description="Check tokenizer, template and event stream when a worker registers.")
 
 
+class SharedSettings(_Slice):
+    """State shared by several routers in front of the same workers."""
+
+    redis_url: Annotated[str | None, Field(pattern=r"^rediss?://|^unix://")] = Field(
+        default=None,
+        description="redis://[user:password@]host:6379/0, the same for all replicas. Default: one alone.",
+    )
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._{}:-]{0,63}$")] = Field(
+        default="homing", description="Of all keys and the channel: one for each group of replicas."
+    )
+    lookup_seconds: Annotated[float, Field(ge=0, le=0.1)] = Field(
+        default=0.003, description="A request of a session that is not known here waits so long for Redis at most."
+    )
+    publish_seconds: Annotated[float, Field(ge=0.01)] = Field(
+        default=0.1, description="So often a replica tells the others what it has in flight."
+    )
+    lease_seconds: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="After so long without news another replica's load is forgotten."
+    )
+
+    @model_validator(mode="after")
+    def _lease_spans_news(self) -> SharedSettings:
+        if self.lease_seconds < 3 * self.publish_seconds:
+            raise ValueError("shared.lease_seconds must be at least three times shared.publish_seconds")
+        return self
+
+
 class Settings(BaseSettings):
     """The whole tree."""
 
@@ -177,6 +204,7 @@ class Settings(BaseSettings):
     upstream: UpstreamSettings = UpstreamSettings()
     routing: RoutingSettings = RoutingSettings()
     probes: ProbeSettings = ProbeSettings()
+    shared: SharedSettings = SharedSettings()
     log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "console"
 

@@ -22,7 +22,8 @@ class SharedHome:
     """A session's home as all replicas know it. Written by ``HomeBook`` alone.
 
     ``prompt_tokens`` is the session's prompt when it was last sent there. ``heard_at`` is when this process last knew
-    this to be everybody's view, ``told_at`` when it last told the others. ``is_own``: this process sent the last request.
+    this to be everybody's view, ``told_at`` when the others were last told. ``is_own``: this process sent the last
+    request.
     """
 
     rank: RankId
@@ -101,6 +102,11 @@ class HomeBook:
     def gap(self, *, now: float) -> None:
         """News may have been missed until now."""
         self._gap_at = now
+
+    def confirm(self, digest: bytes, *, now: float) -> None:
+        """The store knows nothing newer."""
+        if (home := self._homes.get(digest)) is not None:
+            home.heard_at = now
 
     def use(self, digest: bytes, rank: RankId, *, prompt_tokens: int, now: float) -> None:
         """This process sends the session there, or its request there has just ended."""

@@ -119,3 +119,17 @@ class Metrics:
         self.index_blocks = gauge("index_blocks", "Blocks the index believes resident on a rank.", RANK)
         self.index_orphans = gauge("index_orphan_blocks", "Stored blocks whose parent has not been seen.", RANK)
         self.index_entries = gauge("index_entries", "Distinct blocks in the index.")
+
+        # State shared by several routers
+        self.shared_up = gauge(
+            "shared_state_up",
+            "1 while state is shared with the other routers, 0 while this one goes on by itself. Embedded: always 1.",
+            ("backend",),
+        )
+        self.shared_replicas = gauge("shared_state_replicas", "Routers that share state now, this one included.")
+        self.shared_errors = counter(
+            "shared_state_errors", "Failures of the shared state, by operation and trouble.", ("operation", "trouble")
+        )
+        self.shared_lookups = counter(
+            "shared_state_lookups", "Sessions unknown here that the store was asked for, by result.", ("result",)
+        )

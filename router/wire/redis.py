@@ -1,10 +1,9 @@
 """What replicas of the router share, as it lies in Redis and goes over its channel: names, scripts, records.
 
-| what | where | ends |
-|---|---|---|
-| home of a session | string ``<prefix>:home:<digest>`` = ``<used ms> <prompt tokens> <worker>/<rank>`` | after its idle time |
-| workers | hash ``<prefix>:workers``, field = name, value = ``<acted ms> <until ms> <record>`` | with its lease |
-| news (homes, loads, farewells) | channel ``<prefix>:news``, MessagePack | at once |
+- home of a session: string ``<prefix>:home:<digest>`` = ``<used ms> <prompt tokens> <worker>/<rank>``; ends after its
+  idle time;
+- workers: hash ``<prefix>:workers``, field = name, value = ``<acted ms> <until ms> <record>``; ends with its lease;
+- news (homes, loads, farewells): channel ``<prefix>:news``, MessagePack; nothing is kept.
 
 Times in Redis are Redis's own, in milliseconds; replicas tell ages, so their clocks need not agree. The newest wins.
 A session is known by the digest of its names: what clients send never becomes a key or a value.
@@ -77,8 +76,8 @@ for i, key in ipairs(KEYS) do
 end
 """)
 
-#: KEYS[1]: workers. ARGV: lease ms of a worker, lease ms of a removal, then name, stamp, age, record for each. A stamp of
-#: -1 is made here from the age. Of two entries the one with the later stamp stays; of one stamp, the first. An empty
+#: KEYS[1]: workers. ARGV: lease ms of a worker, lease ms of a removal, then name, stamp, age, record for each. A stamp
+#: of -1 is made here from the age. Of two entries the one with the later stamp stays; of one stamp, the first. An empty
 #: record is a removal. Returns name, stamp, record for each that is alive.
 WORKERS = _script("""
 local time = redis.call('TIME')
