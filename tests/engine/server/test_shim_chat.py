@@ -51,7 +51,9 @@ MESSAGES = [
     },
     {"role": "tool", "content": "done"},
 ]
-FUNCTIONS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+FUNCTIONS = [
+    {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}}
+]
 
 
 def reference(source: str, messages: list[dict], *, tools: list[dict] | None, prompt: bool, **extra: object) -> str:

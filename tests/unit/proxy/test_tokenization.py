@@ -22,7 +22,8 @@ from engine_shim.model.needle_text import filler
 from engine_shim.model.tokenizer import read_card
 from router.errors import BadRequest, ConfigError
 from router.proxy import tokenization
-from router.proxy.tokenization import ChatTemplate, PromptTokenizer
+from router.proxy.tokenization import PromptTokenizer
+from router.wire.chat_template import ChatTemplate, TemplateRefusal
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
 
 REPOSITORY = Path(__file__).parents[3]
@@ -162,9 +163,15 @@ def test_parts_and_missing_content_are_given_to_the_template_as_engines_do(name:
     sent = turns("s", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], None, [], "end")
     sent[2]["tool_calls"] = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     plain = turns("s", "one\ntwo", "", "", "end")
-    plain[2]["tool_calls"] = sent[2]["tool_calls"]
+    plain[2]["tool_calls"] = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
 
     assert list(pair(name).ours.encode(chat(sent)) or ()) == pair(name).expected(plain)
+
+
+def with_arguments(message: dict[str, Any], arguments: object) -> dict[str, Any]:
+    """An assistant's message whose one call has these arguments."""
+    (call,) = message["tool_calls"]
+    return {**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]}
 
 
 def test_tools_calls_and_results_equal_transformers() -> None:
@@ -184,8 +191,9 @@ def test_tools_calls_and_results_equal_transformers() -> None:
         {"role": "user", "content": "Thanks 🙂"},
     ]
 
-    assert list(model.ours.encode(chat(messages, tools=TOOLS)) or ()) == model.expected(messages, tools=TOOLS)
-    assert list(model.ours.encode(chat(messages, tools=[])) or ()) == model.expected(messages)
+    shown = [*messages[:2], with_arguments(messages[2], {"p": "ü"}), *messages[3:]]
+    assert list(model.ours.encode(chat(messages, tools=TOOLS)) or ()) == model.expected(shown, tools=TOOLS)
+    assert list(model.ours.encode(chat(messages, tools=[])) or ()) == model.expected(shown)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -286,7 +294,8 @@ def test_every_tokenizer_gets_the_ids_of_the_whole(kind: str) -> None:
     texts = map("".join, itertools.chain.from_iterable(itertools.product(SYMBOLS, repeat=count) for count in range(4)))
 
     for text in texts:
-        request = InferenceRequest(Endpoint.CHAT, "m", False, None, {"messages": [{"content": text}]}, b"")
+        fields = {"messages": [{"role": "user", "content": text}]}
+        request = InferenceRequest(Endpoint.CHAT, "m", False, None, fields, b"", chat=fields)
         assert list(ours.encode(request) or ()) == tokenizer.encode(text, add_special_tokens=False).ids, text
 
 
@@ -304,8 +313,11 @@ class Counting:
         return self._tokenizer.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        self.chars += len(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
+        self.chars += sum(map(len, texts))
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
 def needle_with(counting: Counting) -> PromptTokenizer:
@@ -325,31 +337,34 @@ def test_the_next_turn_of_a_long_conversation_tokenizes_what_it_added() -> None:
 
     reply, question = filler(500, seed=1000), filler(300, seed=1001)
     ours.encode(chat([*history, {"role": "user", "content": reply}, {"role": "assistant", "content": question}]))
-    assert counting.chars == len(f"user\n{reply}") + len(f"assistant\n{question}")
+    rendered = f"<|im_start|>user\n{reply}<|im_end|>\n<|im_start|>assistant\n{question}<|im_end|>\n"
+    opening = "<|im_start|>assistant\n"  # what the last turn ended with was kept back: it may always go on
+    assert counting.chars == len(rendered + opening)
 
     counting.chars = 0
     ours.encode(chat(history[:40]))
-    assert counting.chars == 0
+    assert counting.chars == len(opening)
 
 
 def test_memory_is_bounded_and_forgets_what_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand conversations pass through; one that comes back each time stays known."""
-    monkeypatch.setattr(tokenization, "MAX_REMEMBERED_CHARS", 10_000)
+    monkeypatch.setattr(tokenization, "MAX_REMEMBERED_BYTES", 30_000)
     counting = Counting(Tokenizer.from_file(str(NEEDLE / "tokenizer.json")))
     ours = needle_with(counting)
     regular = chat(turns(filler(200, seed=1), "hello"))
+    opening = len("<|im_start|>assistant\n")
     for number in range(1000):
         ours.encode(chat(turns(filler(50, seed=number))))
         counting.chars = 0
         ours.encode(regular)
-        assert number == 0 or counting.chars == 0
+        assert number == 0 or counting.chars == opening
 
-    assert sum(map(len, ours._pieces)) == ours._remembered_chars <= 10_000
+    assert 0 < len(ours._chats) <= 30_000
 
 
 def test_threads_may_encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long bodies are tokenized beside the event loop: with a memory that forgets all the time, ids stay right."""
-    monkeypatch.setattr(tokenization, "MAX_REMEMBERED_CHARS", 300)
+    monkeypatch.setattr(tokenization, "MAX_REMEMBERED_BYTES", 5_000)
     ours = needle_with(Counting(Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))))
     requests = [chat(turns(filler(5 + number % 7, seed=number), "x", "y")) for number in range(20)]
     expected = [ours.encode(request) for request in requests]
@@ -361,7 +376,7 @@ def test_threads_may_encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 try:
                     if ours.encode(request) != ids:
                         wrong.append(request)
-                except KeyError as error:
+                except (AssertionError, KeyError) as error:
                     wrong.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -371,7 +386,7 @@ def test_threads_may_encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
 
     assert wrong == []
-    assert sum(map(len, ours._pieces)) == ours._remembered_chars <= 300
+    assert len(ours._chats) <= 5_000
 
 
 # --- prompts that are no chats ---------------------------------------------------------------------------
@@ -424,7 +439,7 @@ def test_a_chat_without_a_template_has_no_ids() -> None:
 
 
 def rendered(source: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-    return ChatTemplate(source, variables={"bos_token": "<s>"}).render({"messages": messages, **fields})
+    return ChatTemplate(source, variables={"bos_token": "<s>"}).render(messages, **fields)
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -436,7 +451,12 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
         "{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}",
         "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}",
-        "{% for m in messages %}{% set c = m.content %}{% for part in c %}[{{ part.text }}]{% endfor %}{% endfor %}",
+        "{% set all = messages %}{% for m in all[0:] %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
+        "{% endfor %}",
+        "{% for m in messages %}{% set content = m.content %}{% for part in content %}[{{ part.text }}]{% endfor %}"
+        "{% endfor %}",
+        "{% macro show(parts) %}{% for part in parts %}[{{ part.text }}]{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
         "{% for m in messages %}{% for p in m.content | list %}[{{ p.text }}]{% endfor %}{% endfor %}",
     ],
 )
@@ -462,7 +482,7 @@ def test_variables_and_arguments_reach_the_template() -> None:
     source = "{{ bos_token }}{{ thinking }}{{ messages[0].content }}"
     kwargs = {"thinking": True, "messages": []}
 
-    assert rendered(source, turns("x"), chat_template_kwargs=kwargs) == "<s>Truex"
+    assert rendered(source, turns("x"), extra=kwargs) == "<s>Truex"
 
 
 @pytest.mark.parametrize(
@@ -478,8 +498,10 @@ def test_variables_and_arguments_reach_the_template() -> None:
 )
 def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
     """Whatever its expressions raise, and without a way out of the sandbox."""
+    tokenizer = Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))
+    ours = PromptTokenizer(tokenizer, ChatTemplate(source, variables={}))
     with pytest.raises(BadRequest, match="refuses") as refusal:
-        rendered(source, turns("x"))
+        ours.encode(chat(turns("x")))
     assert refusal.value.param == "messages"
 
 
@@ -488,14 +510,14 @@ def test_deeply_nested_tools_are_refused_or_rendered() -> None:
     nested: object = "x"
     for _ in range(20_000):
         nested = [nested]
-    with pytest.raises(BadRequest):
-        rendered("{{ tools | tojson }}", turns("x"), tools=nested)
+    with pytest.raises(TemplateRefusal):
+        rendered("{{ tools | tojson }}", turns("x"), tools=[nested])
 
 
 def test_broken_files_name_themselves() -> None:
     """A template or tokenizer that cannot be read stops the start, not a request."""
     with pytest.raises(ConfigError, match="chat template"):
-        ChatTemplate("{% for %}", variables={})
+        PromptTokenizer.from_files((NEEDLE / "tokenizer.json").read_bytes(), {"chat_template": "{% for %}"})
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         PromptTokenizer.from_files(b"{}", {})
 

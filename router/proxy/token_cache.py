@@ -1,0 +1,269 @@
+"""Token ids and block keys of the texts that came before, kept by their heads: a turn pays for what it added.
+
+A radix tree over texts, cut where tokens cannot cross (``proxy/cuts``). A node holds a stretch of text with the ids
+and the chain keys of the blocks that end in it::
+
+    root ── system prompt and tools ──┬── conversation A, all its turns
+                                      └── conversation B
+
+A conversation's next turn compares its text with what is known (one ``memcmp``), tokenizes the rest and appends to
+its node. What a turn says last (the opening of the answer) never enters: the next turn says more there.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.proxy.cuts import Cutter
+from router.wire.block_keys import block_keys
+
+#: What a token and a node are charged with, besides text and keys.
+_TOKEN_BYTES = 4
+_NODE_BYTES = 1024
+#: Namespaces (block size and salt) of which a node keeps keys.
+_MAX_CHAINS = 4
+#: A leaf's last characters, up to so many, are overwritten by a turn that goes on otherwise.
+_LOOSE_CHARS = 256
+
+
+class Chain(NamedTuple):
+    """One way of keying blocks: their size, and the root of the namespace."""
+
+    block_tokens: int
+    seed: int
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A stretch of text. ``chars`` and ``counts`` are where its pieces end, in its own text and tokens."""
+
+    parent: _Node | None
+    start_tokens: int
+    text: str = ""
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    chars: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    keys: OrderedDict[Chain, array[int]] = field(default_factory=OrderedDict)
+    children: dict[int, _Node] = field(default_factory=dict)
+    name: int = 0  # under which the parent knows it: the hash of its first piece
+
+    def end_tokens(self) -> int:
+        return self.start_tokens + len(self.tokens)
+
+    def size_bytes(self) -> int:
+        keys = sum(map(len, self.keys.values()))
+        return _NODE_BYTES + self.text.__sizeof__() + _TOKEN_BYTES * len(self.tokens) + 8 * keys + 16 * len(self.chars)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How much of a text is known: its first ``chars`` characters are ``tokens``, which are the caller's own."""
+
+    chars: int
+    tokens: array[int]
+
+
+class TokenCache:
+    """A bounded tree. Any thread may use it; its lock is never held while something is tokenized.
+
+    ``opening`` are ids that stand before every text.
+    """
+
+    def __init__(self, cutter: Cutter, *, max_bytes: int, opening: Sequence[int] = ()) -> None:
+        self.max_bytes = max_bytes
+        self._cutter = cutter
+        self._root = _Node(None, 0, tokens=array("I", opening))
+        self._used: OrderedDict[_Node, int] = OrderedDict()  # the longest unused first, with the bytes charged
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._bytes
+
+    def look_up(self, text: str) -> Known:
+        """The longest head of ``text`` that is known."""
+        with self._lock:
+            path, chars = self._walk(text)
+            tokens: array[int] = array("I")
+            for node in path:
+                tokens.extend(node.tokens)
+            return Known(chars, tokens)
+
+    def keep(
+        self,
+        text: str,
+        known: Known,
+        pieces: Sequence[tuple[str, array[int]]],
+        *,
+        tail: Sequence[int],
+        chains: Iterable[Chain],
+    ) -> tuple[array[int], dict[Chain, array[int]]]:
+        """Keep the pieces of ``text`` that followed what was known. All its ids and keys, ``tail`` included, which is
+        not kept.
+        """
+        tokens = known.tokens
+        for _, ids in pieces:
+            tokens.extend(ids)
+        tokens.extend(tail)
+        with self._lock:
+            path, chars = self._walk(text, may_cut=True)
+            start, new = known.chars, list(pieces)
+            while new and start < chars:  # another thread has kept it meanwhile
+                start += len(new.pop(0)[0])
+            if new and start == chars:  # else the head was forgotten meanwhile
+                self._append(path, new)
+            keys = {chain: _chain_keys(path, chain, tokens) for chain in chains}
+            self._touch(path)
+        return tokens, keys
+
+    # --- the tree -------------------------------------------------------------------------------------
+
+    def _walk(self, text: str, *, may_cut: bool = False) -> tuple[list[_Node], int]:
+        """The nodes along ``text`` and how far they reach. A node that differs in the middle is cut there or left."""
+        path = [self._root]
+        at = 0
+        while at < len(text):
+            child = path[-1].children.get(hash(text[at : self._cutter.next_cut(text, at)]))
+            if child is None:
+                break
+            if text.startswith(child.text, at) and self._is_cut(text, at, child):
+                path.append(child)
+                at += len(child.text)
+                continue
+            pieces = self._common_pieces(text, at, child)
+            if pieces:
+                at += child.chars[pieces - 1]
+                path.append(self._cut(child, pieces) if may_cut else _head(child, pieces))
+            break
+        return path, at
+
+    def _is_cut(self, text: str, at: int, node: _Node) -> bool:
+        """Whether the text has a cut, or its end, where the node ends: its last piece may go on there."""
+        last = at + (node.chars[-2] if len(node.chars) > 1 else 0)
+        return self._cutter.next_cut(text, last) == at + len(node.text)
+
+    def _common_pieces(self, text: str, at: int, node: _Node) -> int:
+        """How many of the node's pieces the text begins with, by bisection: each step compares what is still open."""
+        low, high = 0, len(node.chars)
+        while low < high:
+            middle = (low + high + 1) // 2
+            begin, end = node.chars[low - 1] if low else 0, node.chars[middle - 1]
+            if text.startswith(node.text[begin:end], at + begin):
+                low = middle
+            else:
+                high = middle - 1
+        while low:
+            last = at + (node.chars[low - 2] if low > 1 else 0)
+            if self._cutter.next_cut(text, last) == at + node.chars[low - 1]:
+                break
+            low -= 1
+        return low
+
+    def _cut(self, node: _Node, pieces: int) -> _Node:
+        """Divide a node after some of its pieces. What was a leaf's short end is given up instead."""
+        head = _head(node, pieces)
+        rest_chars = len(node.text) - len(head.text)
+        if node.children or rest_chars > _LOOSE_CHARS:
+            rest = _Node(
+                parent=node,
+                start_tokens=node.start_tokens + len(head.tokens),
+                text=node.text[len(head.text) :],
+                tokens=node.tokens[len(head.tokens) :],
+                chars=[end - len(head.text) for end in node.chars[pieces:]],
+                counts=[end - len(head.tokens) for end in node.counts[pieces:]],
+                keys=OrderedDict((chain, keys[len(head.keys[chain]) :]) for chain, keys in node.keys.items()),
+                children=node.children,
+            )
+            for child in rest.children.values():
+                child.parent = rest
+            rest.name = hash(rest.text[: rest.chars[0]])
+            node.children = {rest.name: rest}
+            self._charge(rest)
+        node.text, node.tokens, node.chars = head.text, head.tokens, head.chars
+        node.counts, node.keys = head.counts, head.keys
+        self._charge(node)
+        return node
+
+    def _append(self, path: list[_Node], pieces: Sequence[tuple[str, array[int]]]) -> None:
+        """Put pieces behind the last node: into it where nothing else follows it, else as a child of it."""
+        node = path[-1]
+        if node is self._root or node.children:
+            child = _Node(node, node.end_tokens(), name=hash(pieces[0][0]))
+            if child.name in node.children:  # two texts of one hash: the first stays
+                return
+            node.children[child.name] = child
+            path.append(child)
+            node = child
+        chars = len(node.text)
+        for piece, ids in pieces:
+            node.tokens.extend(ids)
+            chars += len(piece)
+            node.chars.append(chars)
+            node.counts.append(len(node.tokens))
+        node.text += "".join(piece for piece, _ in pieces)
+
+    # --- what it costs ----------------------------------------------------------------------------------
+
+    def _touch(self, path: Sequence[_Node]) -> None:
+        """The path was used now, its head last: a node is never forgotten before those that follow it."""
+        for node in reversed(path[1:]):
+            self._charge(node)
+            self._used.move_to_end(node)
+        while self._bytes > self.max_bytes and self._used:
+            node, size = self._used.popitem(last=False)
+            self._bytes -= size
+            assert node.parent is not None
+            assert not node.children, "what follows a node is forgotten before it"
+            del node.parent.children[node.name]
+
+    def _charge(self, node: _Node) -> None:
+        size = node.size_bytes()
+        self._bytes += size - self._used.get(node, 0)
+        self._used[node] = size
+
+
+def _head(node: _Node, pieces: int) -> _Node:
+    """A copy of a node's first pieces, known to nobody."""
+    chars, count = node.chars[pieces - 1], node.counts[pieces - 1]
+    end = node.start_tokens + count
+    return _Node(
+        parent=node.parent,
+        start_tokens=node.start_tokens,
+        text=node.text[:chars],
+        tokens=node.tokens[:count],
+        chars=node.chars[:pieces],
+        counts=node.counts[:pieces],
+        keys=OrderedDict((chain, keys[: _blocks_in(node, chain, end)]) for chain, keys in node.keys.items()),
+        name=node.name,
+    )
+
+
+def _blocks_in(node: _Node, chain: Chain, end_tokens: int) -> int:
+    """How many blocks end in the node's tokens up to ``end_tokens``."""
+    return end_tokens // chain.block_tokens - node.start_tokens // chain.block_tokens
+
+
+def _chain_keys(path: Sequence[_Node], chain: Chain, tokens: array[int]) -> array[int]:
+    """Keys of all whole blocks of ``tokens``, which begin with those of ``path``: known ones taken, new ones kept."""
+    keys: array[int] = array("Q")
+    size, parent = chain
+    for node in path[1:]:
+        own = node.keys.get(chain)
+        if own is None:
+            own = node.keys[chain] = array("Q")
+            while len(node.keys) > _MAX_CHAINS:
+                node.keys.popitem(last=False)
+        keys.extend(own)
+        missing = tokens[len(keys) * size : node.end_tokens() // size * size]
+        if missing:
+            new = array("Q", block_keys(missing, block_tokens=size, parent=keys[-1] if keys else parent))
+            own.extend(new)
+            keys.extend(new)
+    rest = tokens[len(keys) * size :]
+    keys.extend(block_keys(rest, block_tokens=size, parent=keys[-1] if keys else parent))
+    return keys
