@@ -22,20 +22,25 @@ class SeenPrefixes:
 
     def blocks_seen(self, keys: Sequence[int]) -> int:
         """How many blocks from the start have been in an earlier prompt (by bisection: keys are chained)."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in self._young or keys[middle] in self._old:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return _depth(keys, self._young, self._old)
 
     def add(self, keys: Sequence[int]) -> None:
         """Remember all blocks of a prompt, those seen before too: what is asked for again stays young."""
-        self._young.update(keys)
+        self._young.update(keys[_depth(keys, self._young) :])
         if 2 * len(self._young) >= self.max_keys:
             self._old, self._young = self._young, set()
+
+
+def _depth(keys: Sequence[int], *generations: set[int]) -> int:
+    """How many keys from the start are in one of the generations."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if any(keys[middle] in generation for generation in generations):
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class TextIndex:

@@ -21,21 +21,25 @@ from router.core.session import Binding, identify
 from router.core.types import Decision, Engine, RankStatus, RouteRequest, SessionKey
 from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet, Member
-from router.proxy.tokenization import PromptTokenizer
+from router.proxy.token_cache import Chain
+from router.proxy.tokenization import Prompt, PromptTokenizer
 from router.proxy.types import Attempt, Outcome
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.openai import Endpoint, InferenceRequest, Usage
+from router.wire.text_keys import chat_text, prompt_text, text_bytes, text_keys
 
 #: After a request has ended its blocks still count for so long: the engine's events may be that late.
 PROVISIONAL_SECONDS = 2.0
-#: Without a tokenizer: text is keyed in blocks of this many bytes, and a token is taken for four of them.
-TEXT_BLOCK_BYTES = 256
+#: Without a tokenizer a token is taken for so many bytes of text.
 BYTES_A_TOKEN = 4
-#: Bodies larger than this are tokenized off the event loop.
-_INLINE_BYTES = 64 * 1024
+#: Bodies larger than this are rendered, and more new text than this is tokenized, off the event loop.
+_INLINE_BYTES = 1024 * 1024
+_INLINE_CHARS = 8 * 1024
 _ASSUMED_OUTPUT_TOKENS = 256
+#: These go by load alone.
+_LEAVES_NOTHING = frozenset({Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.RERANK})
 
 
 @dataclass(slots=True)
@@ -51,6 +55,10 @@ class PreparedRequest:
     text_keys: Sequence[int] = ()
     ideal_tokens: int = 0
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)
+
+    def know_keys(self, keys: Mapping[Chain, Sequence[int]]) -> None:
+        """Keys that came with the tokens. Others are hashed when they are asked for."""
+        self._keys.update((chain.block_tokens, known) for chain, known in keys.items() if chain.seed == self.seed)
 
     def keys(self, block_tokens: int) -> Sequence[int]:
         """Chain keys of the prompt in blocks of this size; empty without tokens."""
@@ -89,7 +97,7 @@ class RouterBrain:
         return model in self._tokenizers
 
     def set_alias(self, alias: str, model: str) -> None:
-        """Another name clients may use. The worker must accept it too: bodies are not rewritten."""
+        """Another name clients may use: bodies are sent on with the model's own."""
         self._aliases[alias] = model
 
     def set_adapter(self, model: str) -> None:
@@ -101,9 +109,18 @@ class RouterBrain:
         return sorted({model for member in self._fleet.members() for model in member.models})
 
     def model_list(self) -> bytes:
-        """The JSON answer of ``GET /v1/models``: the union over workers."""
-        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "homing"} for name in self.models()]
-        return json.dumps({"object": "list", "data": cards}).encode()
+        """The JSON answer of ``GET /v1/models``: the union over workers, and aliases of what they serve."""
+        return json.dumps({"object": "list", "data": [_card(name) for name in self._names()]}).encode()
+
+    def model_card(self, name: str) -> bytes:
+        """The JSON answer of ``GET /v1/models/NAME``. Raises ``NotFound``."""
+        if name not in self._names():
+            raise _no_such_model(name)
+        return json.dumps(_card(name)).encode()
+
+    def _names(self) -> list[str]:
+        models = self.models()
+        return sorted({*models, *(alias for alias, model in self._aliases.items() if model in models)})
 
     def ready(self) -> bool:
         """Some rank can take a request."""
@@ -114,39 +131,59 @@ class RouterBrain:
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
         """Recognise the session and key the prompt. Raises ``NotFound`` for a model nobody serves."""
         model = self._aliases.get(request.model, request.model)
-        members = self._fleet.members()
-        if not any(model in member.models for member in members):
-            if not members:
+        if model not in self._fleet.models:
+            if not self._fleet.models:
                 raise NoWorker("No worker is registered yet.")
-            raise NotFound(
-                f"The model {request.model!r} does not exist or no worker serves it.",
-                code="model_not_found",
-                param="model",
-            )
-        session = identify(headers, request.fields, tenant=tenant, first=self._settings.session_headers)
+            raise _no_such_model(request.model)
+        session = self._session(request, headers, tenant=tenant)
         if session is not None:
             await self._fleet.shared.look_up(model, session)
-        tokenizer = self._tokenizers.get(model)
-        with self._metrics.tokenize_seconds.time():
-            if tokenizer is None:
-                tokens = None
-            elif len(request.body) > _INLINE_BYTES:
-                tokens = await asyncio.to_thread(tokenizer.encode, request)
-            else:
-                tokens = tokenizer.encode(request)
+        seed = self._seed(model, request.fields)
+        prompt = await self._tokenize(request, model=model, seed=seed)
+        tokens = None if prompt is None else prompt.tokens
         prepared = PreparedRequest(
             model=model,
             session=session,
             tokens=tokens,
-            prompt_tokens=len(tokens) if tokens is not None else max(1, len(request.body) // BYTES_A_TOKEN),
+            prompt_tokens=len(tokens) if tokens is not None else _guessed_tokens(request),
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
-            seed=self._seed(model, request.fields),
+            seed=seed,
         )
+        if prompt is not None:
+            prepared.know_keys(prompt.keys)
         if tokens is None:
             prepared.text_keys = _text_keys(request, model=model, seed=prepared.seed)
-        self._metrics.prompts.labels("tokens" if tokens is not None else "text").inc()
+        keyed = "tokens" if tokens is not None else "text" if prepared.text_keys else "none"
+        self._metrics.prompts.labels(keyed).inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
         return prepared
+
+    async def _tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
+        """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
+            return None
+        started = self._fleet.clock()
+        if len(request.body) > _INLINE_BYTES:
+            draft = await asyncio.to_thread(tokenizer.start, request)
+        else:
+            draft = tokenizer.start(request)
+        if draft is None:
+            return None
+        chains = {Chain(index.block_tokens, seed) for index in self._fleet.indexes(model)}
+        if draft.unknown_chars > _INLINE_CHARS:
+            prompt = await asyncio.to_thread(draft.finish, chains)
+        else:
+            prompt = draft.finish(chains)
+        self._metrics.tokenize_seconds.observe(self._fleet.clock() - started)
+        return prompt
+
+    def _session(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> SessionKey | None:
+        """Who asks; nobody in particular where nothing will be left in a cache to come home to."""
+        if request.endpoint in _LEAVES_NOTHING:
+            return None
+        fields = request.fields if request.chat is None else {**request.fields, "messages": request.chat["messages"]}
+        return identify(headers, fields, tenant=tenant, first=self._settings.session_headers)
 
     def prepare_tokens(
         self, model: str, tokens: array[int], *, fields: Mapping[str, object], session: SessionKey | None = None
@@ -165,19 +202,19 @@ class RouterBrain:
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
         fleet = self._fleet
         now = fleet.clock()
-        with self._metrics.decision_seconds.time():
-            self._expire(now)
-            home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
-            request = RouteRequest(
-                model=prepared.model,
-                prompt_tokens=prepared.prompt_tokens,
-                output_tokens=prepared.output_tokens,
-                reusable_tokens=self._reusable(prepared, home),
-                session=prepared.session,
-                home=home,
-                exclude=exclude,
-            )
-            decision = self._policy(fleet.view, request, self._rng, now)
+        self._expire(now)
+        home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
+        request = RouteRequest(
+            model=prepared.model,
+            prompt_tokens=prepared.prompt_tokens,
+            output_tokens=prepared.output_tokens,
+            reusable_tokens=self._reusable(prepared, home),
+            session=prepared.session,
+            home=home,
+            exclude=exclude,
+        )
+        decision = self._policy(fleet.view, request, self._rng, now)
+        self._metrics.decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker(
                 "No other worker is left to try." if exclude else f"No worker is ready for {prepared.model!r} now."
@@ -191,7 +228,7 @@ class RouterBrain:
         if prepared.tokens is None:
             most = prepared.prompt_tokens - 1
             for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
-                reusable[slot] = min(most, blocks * TEXT_BLOCK_BYTES // BYTES_A_TOKEN)
+                reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
             if home is not None and (sent := self._sent_elsewhere(prepared)):
                 reusable[home] = max(reusable.get(home, 0), min(most, sent))
             return reusable
@@ -373,12 +410,27 @@ def _shares_before_prefill(member: Member) -> bool:
     return member.target.engine is not Engine.SGLANG
 
 
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "homing"}
+
+
+def _no_such_model(name: str) -> NotFound:
+    return NotFound(f"The model {name!r} does not exist or no worker serves it.", code="model_not_found", param="model")
+
+
+def _guessed_tokens(request: InferenceRequest) -> int:
+    """Prompt tokens as far as the body's size tells; tokenizing computes nothing."""
+    if request.endpoint in (Endpoint.TOKENIZE, Endpoint.COUNT_TOKENS):
+        return 1
+    return max(1, len(request.body) // BYTES_A_TOKEN)
+
+
 def _text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
-    """Keys over the prompt's canonical text: its messages or prompt as compact JSON, tools first."""
-    if request.endpoint is Endpoint.CHAT:
-        parts: list[object] = [request.fields.get("tools"), *request.fields.get("messages", ())]
+    """Keys over the prompt's text; none where a prompt leaves nothing in a cache."""
+    if request.chat is not None:
+        text = chat_text(request.chat["messages"], tools=request.chat.get("tools"))
+    elif request.prompt is not None:
+        text = prompt_text(request.prompt)
     else:
-        parts = [request.fields.get("prompt")]
-    text = "\n".join(json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in parts).encode()
-    padded = text[: len(text) - len(text) % TEXT_BLOCK_BYTES]
-    return block_keys(array("I", padded), block_tokens=TEXT_BLOCK_BYTES // 4, parent=namespace_seed(model, str(seed)))
+        return ()
+    return text_keys(text, parent=namespace_seed(model, str(seed)))
