@@ -165,6 +165,8 @@ def _metavar(knob: Knob) -> str:
         return "N"
     if kind is float:
         return "SECONDS" if knob.path[-1].endswith("_seconds") else "NUMBER"
+    if kind == Path | None:
+        return "FILE"
     return "A,B" if knob.is_list else "HOST" if knob.path[-1] == "host" else "TEXT"
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import yaml
@@ -42,6 +42,23 @@ class Policy(StrEnum):
 
 class _Slice(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _HasTls(Protocol):
+    @property
+    def tls_certificate(self) -> Path | None: ...
+
+    @property
+    def tls_key(self) -> Path | None: ...
+
+
+_WithTls = TypeVar("_WithTls", bound=_HasTls)
+
+
+def _check_tls(door: _WithTls) -> _WithTls:
+    if door.tls_key is not None and door.tls_certificate is None:
+        raise ValueError("tls_key is of no use without tls_certificate")
+    return door
 
 
 class WorkerSpec(_Slice):
@@ -112,6 +129,18 @@ class ServerSettings(_Slice):
     body_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
     keepalive_seconds: Annotated[float, Field(gt=0)] = 75.0
     shutdown_seconds: Annotated[float, Field(ge=0)] = 30.0
+    max_connections: Annotated[int, Field(ge=0)] = Field(
+        0, description="Clients connected at once; more are refused. 0: no limit but the system's."
+    )
+    max_connections_per_address: Annotated[int, Field(ge=0)] = Field(
+        0, description="The same from one address. 0: no limit, as behind a load balancer."
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with certificate and chain: serve HTTPS. Read again on SIGHUP."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with its key, if not in the same file.")
+
+    _key_has_certificate = model_validator(mode="after")(_check_tls)
 
 
 class AdminSettings(_Slice):
@@ -119,6 +148,31 @@ class AdminSettings(_Slice):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    tls_certificate: Path | None = Field(None, description="As server.tls_certificate.")
+    tls_key: Path | None = None
+
+    _key_has_certificate = model_validator(mode="after")(_check_tls)
+
+
+class AuthSettings(_Slice):
+    """Who may come in."""
+
+    keys_file: Path | None = Field(
+        None,
+        description="YAML or JSON file of API keys (see the README): without one of them neither plane answers more "
+        "than probes. Read again on SIGHUP. Default: everybody may come in.",
+    )
+
+
+class TracingSettings(_Slice):
+    """OpenTelemetry spans."""
+
+    endpoint: Annotated[str | None, Field(pattern=r"^https?://[^\s]+$")] = Field(
+        None, description="Where spans go by OTLP over HTTP, such as http://collector:4318/v1/traces. Default: none."
+    )
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="Share of requests traced, where the caller has not decided."
+    )
 
 
 class UpstreamSettings(_Slice):
@@ -135,6 +189,10 @@ class UpstreamSettings(_Slice):
     forward_credentials: bool = Field(
         default=False, description="Send the client's authorization, cookie and API key headers on to workers."
     )
+    forward_headers: tuple[str, ...] = Field(
+        (), description="Only these of a client's headers go on to workers. Default: all but the connection's own."
+    )
+    drop_headers: tuple[str, ...] = Field((), description="These never go on to workers.")
 
 
 class RoutingSettings(_Slice):
@@ -201,6 +259,8 @@ class Settings(BaseSettings):
     models: tuple[ModelSpec, ...] = ()
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
+    auth: AuthSettings = AuthSettings()
+    tracing: TracingSettings = TracingSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     routing: RoutingSettings = RoutingSettings()
     probes: ProbeSettings = ProbeSettings()

@@ -9,7 +9,7 @@ from typing import Final
 from structlog.typing import FilteringBoundLogger
 
 from router.core.types import Decision, Engine
-from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
+from router.errors import Dialect, NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
 from router.fleet.target import Target
 from router.proxy.instruments import Instruments
 from router.proxy.relay import Relay
@@ -17,12 +17,13 @@ from router.proxy.server import ClientConnection
 from router.proxy.types import Attempt, Brain, Outcome
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
+from router.telemetry.tracing import Trace
 from router.wire import headers as names
 from router.wire import http1, openai
 from router.wire.http1 import HttpRequest
 from router.wire.openai import BodyTap, Endpoint, InferenceRequest, StreamTap, Usage
 
-#: API keys will name tenants; until then all clients are one.
+#: Whose requests are where no API key names a tenant.
 TENANT: Final = "default"
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
@@ -32,13 +33,24 @@ _RANK_FIELD: Final = "routed_dp_rank"
 
 @dataclass(slots=True)
 class Exchange:
-    """A client's request on its way through the router. ``status`` is set when the answer begins."""
+    """A client's request on its way through the router. ``status`` is set when the answer begins.
+
+    ``endpoint`` is None for what the router answers itself, ``trace`` where none is asked for.
+    """
 
     request: HttpRequest
     client: ClientConnection
     request_id: bytes
     started_seconds: float
+    endpoint: Endpoint | None = None
+    tenant: str = TENANT
+    trace: Trace | None = None
     status: int = 0
+
+    @property
+    def dialect(self) -> Dialect:
+        """In whose shape the client is told of errors."""
+        return self.endpoint.dialect if self.endpoint is not None else Dialect.OPENAI
 
 
 @dataclass(slots=True)
@@ -88,9 +100,11 @@ class Forwarder:
         pool: UpstreamPool,
         *,
         settings: UpstreamSettings,
+        rules: names.ForwardingRules,
         instruments: Instruments,
         log: FilteringBoundLogger,
     ) -> None:
+        self._rules = rules
         self._brain = brain
         self._pool = pool
         self._settings = settings
@@ -102,9 +116,13 @@ class Forwarder:
         request = exchange.request
         inference = openai.parse_request(endpoint, request.body)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-        prepared = await self._brain.prepare(inference, headers, tenant=TENANT)
-        lines = names.request_lines(request.headers, credentials=self._settings.forward_credentials)
+        prepared = await self._brain.prepare(inference, headers, tenant=exchange.tenant)
+        if prepared.model != inference.model:  # an alias
+            inference = openai.with_model(inference, prepared.model)
+        lines = self._rules.request_lines(request.headers)
         lines += b"%b: %b\r\n" % (names.REQUEST_ID, exchange.request_id)
+        if exchange.trace is not None:
+            lines += exchange.trace.lines()
         outbound = Outbound(inference, request.target, lines)
 
         failed: frozenset[int] = frozenset()
@@ -116,6 +134,8 @@ class Forwarder:
                 if last is None:
                     raise
                 break
+            if exchange.trace is not None:
+                exchange.trace.decided(attempt.decision, model=prepared.model, attempt=number)
             run = _Run(exchange, attempt, number, model=prepared.model)
             last = await self._attempt(run, outbound)
             if last is None:
@@ -198,7 +218,10 @@ class Forwarder:
         if outcome is Outcome.OK:
             run.attempt.lease.first_byte()
         streamed = head.content_type.startswith(b"text/event-stream") and not head.encoded
-        relay = Relay(client, StreamTap() if streamed else BodyTap())
+        assert exchange.endpoint is not None
+        relay = Relay(client, StreamTap() if streamed else BodyTap(), exchange.endpoint)
+        if exchange.trace is not None:
+            exchange.trace.first_byte()
         exchange.status = head.status
         if streamed and outcome is Outcome.OK:
             self._instruments.first_token(run.model, seconds=relay.first_seconds - exchange.started_seconds)
@@ -218,6 +241,8 @@ class Forwarder:
                 self._instruments.error("shutting_down")
             raise
         run.usage = relay.usage
+        if exchange.trace is not None and run.usage is not None:
+            exchange.trace.used(run.usage)
         if failure is None:
             run.outcome = outcome
             relay.end()
@@ -229,6 +254,8 @@ class Forwarder:
         if failure.outcome is not Outcome.CLIENT_GONE:
             error = UpstreamFailed(f"The answer broke off: {failure.cause}.")
             self._instruments.error(error.code)
+            if exchange.trace is not None:
+                exchange.trace.failed(error.code)
             if may_add:
                 relay.end_with(error)
 

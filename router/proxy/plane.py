@@ -6,19 +6,24 @@ import asyncio
 import contextlib
 import json
 import random
+import ssl
 from enum import StrEnum
 from typing import Final
+from urllib.parse import unquote_to_bytes
 
 from structlog.typing import FilteringBoundLogger
 
+from router.core.keys import Keyring, Role
 from router.errors import MethodNotAllowed, NotFound, NoWorker, RequestError
 from router.proxy.forward import Exchange, Forwarder
 from router.proxy.instruments import Instruments
+from router.proxy.limits import ConnectionLimits
 from router.proxy.server import ClientConnection
 from router.proxy.types import Brain
 from router.proxy.upstream import UpstreamPool
 from router.settings import ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
 from router.wire import headers as names
 from router.wire.http1 import HttpRequest
 from router.wire.openai import Endpoint
@@ -28,6 +33,8 @@ _BACKLOG: Final = 4096
 _CLIENT_CLOSED_REQUEST: Final = 499
 #: A few turns of the loop, in which cancelled tasks and closed connections end.
 _HANGING_UP_SECONDS: Final = 0.02
+#: How long a client may take to say goodbye in TLS; many never do.
+_TLS_GOODBYE_SECONDS: Final = 2.0
 #: How long the last words of a drain may take to be sent.
 _LAST_WORDS_SECONDS: Final = 1.0
 
@@ -36,6 +43,7 @@ class Own(StrEnum):
     """What the router answers itself. The value is a metric label."""
 
     MODELS = "models"
+    MODEL = "model"
     HEALTH = "health"
     READY = "readyz"
     LIVE = "livez"
@@ -44,11 +52,21 @@ class Own(StrEnum):
 ROUTES: Final[dict[bytes, Endpoint | Own]] = {
     b"/v1/chat/completions": Endpoint.CHAT,
     b"/v1/completions": Endpoint.COMPLETIONS,
+    b"/v1/responses": Endpoint.RESPONSES,
+    b"/v1/messages": Endpoint.MESSAGES,
+    b"/v1/messages/count_tokens": Endpoint.COUNT_TOKENS,
+    b"/v1/embeddings": Endpoint.EMBEDDINGS,
+    b"/v1/rerank": Endpoint.RERANK,
+    b"/tokenize": Endpoint.TOKENIZE,
     b"/v1/models": Own.MODELS,
     b"/health": Own.HEALTH,
     b"/readyz": Own.READY,
     b"/livez": Own.LIVE,
 }
+#: ``GET /v1/models/NAME``. Names may hold slashes, and percent signs in place of them.
+_MODEL: Final = b"/v1/models/"
+#: Answered without a key: load balancers and kubelets have none.
+_PROBES: Final = frozenset({Own.HEALTH, Own.READY, Own.LIVE})
 
 
 class DataPlane:
@@ -61,8 +79,20 @@ class DataPlane:
         server_settings: ServerSettings,
         upstream_settings: UpstreamSettings,
         log: FilteringBoundLogger,
+        *,
+        keyring: Keyring | None = None,
+        tls: ssl.SSLContext | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        """``keyring`` None: everybody may come in."""
         self.settings = server_settings
+        self._keyring = keyring
+        self._tls = tls
+        self._tracing = tracing
+        self._limits = ConnectionLimits(
+            total=server_settings.max_connections, per_address=server_settings.max_connections_per_address
+        )
+        self._addresses: dict[ClientConnection, str] = {}
         self._brain = brain
         self._log = log
         self._inflight = 0
@@ -74,7 +104,17 @@ class DataPlane:
         )
         self._pool = UpstreamPool(upstream_settings)
         self._forwarder = Forwarder(
-            brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log
+            brain,
+            self._pool,
+            settings=upstream_settings,
+            rules=names.ForwardingRules.of(
+                credentials=upstream_settings.forward_credentials,
+                forward=upstream_settings.forward_headers,
+                drop=upstream_settings.drop_headers,
+                traced=tracing is not None,
+            ),
+            instruments=self._instruments,
+            log=log,
         )
         self._clients: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
@@ -86,7 +126,13 @@ class DataPlane:
         """Listen; returns the port. Raises ``OSError`` if the address cannot be had."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ClientConnection(self), self.settings.host, self.settings.port, backlog=_BACKLOG
+            lambda: ClientConnection(self),
+            self.settings.host,
+            self.settings.port,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=self.settings.header_timeout_seconds if self._tls is not None else None,
+            ssl_shutdown_timeout=_TLS_GOODBYE_SECONDS if self._tls is not None else None,
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -130,12 +176,22 @@ class DataPlane:
     # --- called by connections ------------------------------------------------------------------
 
     def entered(self, client: ClientConnection) -> None:
+        address = client.address
+        refusal = self._limits.admit(address)
+        if refusal is not None:
+            self._instruments.error(refusal.code)
+            client.turn_away(refusal)
+            return
+        self._addresses[client] = address
         self._clients.add(client)
         if self._draining:
             client.drain()
 
     def left(self, client: ClientConnection, *, midway: bool) -> None:
-        self._clients.discard(client)
+        if client not in self._clients:
+            return
+        self._clients.remove(client)
+        self._limits.release(self._addresses.pop(client))
         if self._empty is not None and not self._clients:
             self._empty.set()
         if midway:
@@ -152,6 +208,14 @@ class DataPlane:
         exchange = Exchange(request, client, request_id or self._new_id(), started_seconds=clock())
         path = request.target.partition(b"?")[0]
         route = ROUTES.get(path)
+        if isinstance(route, Endpoint):
+            exchange.endpoint = route
+            if self._tracing is not None:
+                exchange.trace = self._tracing.begin(
+                    request.method, path.decode(), request.headers, request_id=exchange.request_id
+                )
+        elif route is None and path.startswith(_MODEL):
+            route = Own.MODEL
         self._inflight += 1
         try:
             await self._answer(exchange, route)
@@ -168,11 +232,16 @@ class DataPlane:
         finally:
             self._inflight -= 1
             self._instruments.request(
-                path if route else b"", exchange.status, seconds=clock() - exchange.started_seconds
+                path if path in ROUTES else b"", exchange.status, seconds=clock() - exchange.started_seconds
             )
+            if exchange.trace is not None:
+                exchange.trace.end(exchange.status)
 
     async def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:
         method = exchange.request.method
+        if self._keyring is not None and route not in _PROBES:
+            presented = names.presented_keys(exchange.request.headers)
+            exchange.tenant = self._keyring.admit(presented, Role.DATA).tenant
         if route is None:
             if method == "OPTIONS" and exchange.request.target == b"*":
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
@@ -193,6 +262,8 @@ class DataPlane:
         match route:
             case Own.MODELS:
                 body = self._brain.model_list()
+            case Own.MODEL:
+                body = self._brain.model_card(_model_name(exchange.request.target))
             case Own.READY if not ready:
                 exchange.status = 503
                 reason = "draining" if self._draining else "no worker can take a request"
@@ -214,9 +285,11 @@ class DataPlane:
         """Answer with an error, unless an answer has begun: then the connection breaks off."""
         known = error if isinstance(error, RequestError) else RequestError("")
         self._instruments.error(known.code)
+        if exchange.trace is not None:
+            exchange.trace.failed(known.code)
         if not exchange.client.begun:
             exchange.status = known.status
-            exchange.client.answer_error(error, lines=lines + self._id_line(exchange))
+            exchange.client.answer_error(error, lines=lines + self._id_line(exchange), dialect=exchange.dialect)
 
     @staticmethod
     def _id_line(exchange: Exchange) -> bytes:
@@ -224,3 +297,8 @@ class DataPlane:
 
     def _new_id(self) -> bytes:
         return b"req-%032x" % self._ids.getrandbits(128)
+
+
+def _model_name(target: bytes) -> str:
+    name = unquote_to_bytes(target.partition(b"?")[0].removeprefix(_MODEL))
+    return name.decode("utf-8", "replace")

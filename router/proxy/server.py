@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
-from router.errors import RequestError, RequestTimeout, to_answer
+from router.errors import Dialect, RequestError, RequestTimeout, to_answer
 from router.proxy.watchdog import Watchdog
 from router.settings import ServerSettings
 from router.wire import http1
@@ -39,7 +39,8 @@ class Door(Protocol):
     def refused(self, error: RequestError) -> None:
         """A request was answered with ``error`` before it reached ``serve``."""
 
-    def entered(self, client: ClientConnection) -> None: ...
+    def entered(self, client: ClientConnection) -> None:
+        """A client has connected. ``turn_away`` it here if it may not stay."""
 
     def left(self, client: ClientConnection, *, midway: bool) -> None:
         """The connection is gone; ``midway``: the client left before its answer had ended."""
@@ -254,6 +255,12 @@ class ClientConnection(asyncio.Protocol):
         return self._loop.time
 
     @property
+    def address(self) -> str:
+        """The client's, without its port; empty where there is none."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if isinstance(peer, tuple) and peer else ""
+
+    @property
     def gone(self) -> bool:
         """Nobody will read what is written now."""
         return self._transport is None or self._transport.is_closing()
@@ -312,12 +319,19 @@ class ClientConnection(asyncio.Protocol):
         self.write(body)
         self.end()
 
-    def answer_error(self, error: BaseException, *, lines: bytes = b"") -> None:
+    def answer_error(self, error: BaseException, *, lines: bytes = b"", dialect: Dialect = Dialect.OPENAI) -> None:
         """A whole answer that says what went wrong."""
-        answer = to_answer(error)
+        answer = to_answer(error, dialect=dialect)
         self.answer(answer.status, http1.header_lines(answer.headers) + lines, answer.body)
 
     # --- ending ---------------------------------------------------------------------------------
+
+    def turn_away(self, error: RequestError) -> None:
+        """Say why before anything is asked, and close."""
+        self._lingering = True
+        self._begin(HttpRequest("GET", b"", [], keep_alive=False))
+        self.answer_error(error)
+        self.close()
 
     def drain(self) -> None:
         """Close once idle; what is being served may end."""

@@ -64,5 +64,8 @@ class Brain(Protocol):
     def model_list(self) -> bytes:
         """The JSON answer of ``GET /v1/models``."""
 
+    def model_card(self, name: str) -> bytes:
+        """The JSON answer of ``GET /v1/models/NAME``. Raises ``NotFound``."""
+
     def ready(self) -> bool:
         """Some rank can take a request."""

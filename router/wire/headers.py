@@ -5,8 +5,10 @@ Names are lower-case bytes, values bytes as received. A header list keeps order 
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 Header = tuple[bytes, bytes]
@@ -19,6 +21,10 @@ CONTENT_ENCODING: Final = b"content-encoding"
 TRANSFER_ENCODING: Final = b"transfer-encoding"
 EXPECT: Final = b"expect"
 REQUEST_ID: Final = b"x-request-id"
+AUTHORIZATION: Final = b"authorization"
+#: W3C trace context.
+TRACEPARENT: Final = b"traceparent"
+TRACESTATE: Final = b"tracestate"
 #: vLLM: which data-parallel rank shall serve the request.
 DP_RANK: Final = b"x-data-parallel-rank"
 
@@ -43,11 +49,16 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 #: A client proves itself to the router, not to the workers.
-CREDENTIALS: Final = frozenset({b"authorization", b"proxy-authorization", b"cookie", b"x-api-key", b"api-key"})
+CREDENTIALS: Final = frozenset(
+    {AUTHORIZATION, b"proxy-authorization", b"cookie", b"x-api-key", b"api-key", b"x-goog-api-key"}
+)
+#: Where the clients of OpenAI and Anthropic, and of Azure, put an API key; the first also as ``Bearer`` or ``Basic``.
+_API_KEYS: Final = frozenset({b"x-api-key", b"api-key"})
 #: Written anew for each attempt.
 _REWRITTEN: Final = frozenset({HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DP_RANK})
 _REQUEST_DROPPED: Final = HOP_BY_HOP | _REWRITTEN
-_REQUEST_DROPPED_WITH_CREDENTIALS: Final = _REQUEST_DROPPED | CREDENTIALS
+#: Go on even where an operator lists what may: without them the worker cannot read the body.
+_ALWAYS_FORWARDED: Final = frozenset({CONTENT_TYPE, CONTENT_ENCODING})
 #: The router's own word on these stands, whatever a worker says.
 _RESPONSE_DROPPED: Final = HOP_BY_HOP | {REQUEST_ID, WORKER, RANK, REASON, EXPECTED_CACHED_TOKENS, ATTEMPTS}
 
@@ -67,10 +78,48 @@ def acceptable_request_id(value: bytes | None) -> bytes | None:
     return value if value is not None and _ACCEPTABLE_ID.fullmatch(value) else None
 
 
-def request_lines(headers: Iterable[Header], *, credentials: bool) -> bytes:
-    """What of a client's headers goes to a worker, as header lines."""
-    dropped = _REQUEST_DROPPED if credentials else _REQUEST_DROPPED_WITH_CREDENTIALS
-    return _lines(headers, dropped)
+def presented_keys(headers: Iterable[Header]) -> Iterator[bytes]:
+    """API keys that a client shows: a bearer token, the password of basic credentials, or a key in a header."""
+    for name, value in headers:
+        if name in _API_KEYS:
+            yield value
+        elif name == AUTHORIZATION:
+            scheme, _, rest = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield rest.strip()
+            elif scheme.lower() == b"basic":
+                try:
+                    yield base64.b64decode(rest, validate=True).partition(b":")[2]
+                except ValueError:
+                    continue
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardingRules:
+    """Which of a client's headers go to a worker. ``allowed`` None: all but the dropped."""
+
+    dropped: frozenset[bytes]
+    allowed: frozenset[bytes] | None = None
+
+    @classmethod
+    def of(
+        cls, *, credentials: bool = False, forward: Iterable[str] = (), drop: Iterable[str] = (), traced: bool = False
+    ) -> ForwardingRules:
+        """Credentials stay here unless ``credentials``. ``traced``: the router writes its own trace context."""
+        dropped = _REQUEST_DROPPED | {name.lower().encode() for name in drop}
+        if not credentials:
+            dropped |= CREDENTIALS
+        if traced:
+            dropped |= {TRACEPARENT, TRACESTATE}
+        allowed = frozenset(name.lower().encode() for name in forward)
+        return cls(dropped, allowed | _ALWAYS_FORWARDED if allowed else None)
+
+    def request_lines(self, headers: Iterable[Header]) -> bytes:
+        """What of a client's headers goes to a worker, as header lines."""
+        if self.allowed is None:
+            return _lines(headers, self.dropped)
+        kept = self.allowed | {CONNECTION}  # what it names is the connection's, too
+        return _lines([header for header in headers if header[0] in kept], self.dropped)
 
 
 def response_lines(headers: Iterable[Header]) -> bytes:

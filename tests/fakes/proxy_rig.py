@@ -79,6 +79,11 @@ class FakeBrain:
     def model_list(self) -> bytes:
         return b'{"object": "list", "data": []}'
 
+    def model_card(self, name: str) -> bytes:
+        if name != "m":
+            raise NotFound(f"The model '{name}' does not exist.", code="model_not_found", param="model")
+        return b'{"id": "m"}'
+
     def ready(self) -> bool:
         return bool(self.targets)
 

@@ -385,7 +385,7 @@ async def test_models_and_aliases() -> None:
     world.add("big", models=frozenset({"m", "large"}))
     world.brain.set_alias("gpt", "m")
 
-    assert [card["id"] for card in json.loads(world.brain.model_list())["data"]] == ["large", "m"]
+    assert [card["id"] for card in json.loads(world.brain.model_list())["data"]] == ["gpt", "large", "m"]
     assert (await world.prepare([1], model="gpt")).model == "m"
 
 

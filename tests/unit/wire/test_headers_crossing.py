@@ -22,8 +22,12 @@ def test_request_headers() -> None:
         (b"x-data-parallel-rank", b"1"),
     ]
     kept = b"x-b: 1\r\nx-a: 2\r\nx-b: 3\r\n"
-    assert names.request_lines(headers, credentials=False) == kept
-    assert names.request_lines(headers, credentials=True) == kept.replace(b"x-a", b"authorization: Bearer x\r\nx-a")
+    with_key = kept.replace(b"x-a", b"authorization: Bearer x\r\nx-a")
+    assert names.ForwardingRules.of().request_lines(headers) == kept
+    assert names.ForwardingRules.of(credentials=True).request_lines(headers) == with_key
+    assert names.ForwardingRules.of(drop=["X-B"]).request_lines(headers) == b"x-a: 2\r\n"
+    allowed = names.ForwardingRules.of(forward=["X-A", "x-hop", "authorization", "host"])
+    assert allowed.request_lines(headers) == b"x-a: 2\r\n", "a list opens no way for what never crosses"
 
 
 def test_response_headers() -> None:
