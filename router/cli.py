@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _part("loadtest.cli", extra=None)(rest)
         case ["simulate", *rest]:
             return _part("loadtest.simulate.cli", extra=None)(rest)
-        case ["check-events" | "record-events" | "bench", *_]:
+        case ["bench", *rest]:
+            return _part("router.bench.cli", extra=None)(rest)
+        case ["check-events" | "record-events", *_]:
             return _part("router.capture.cli", extra=None)(arguments)
         case [unknown, *_]:
             print(

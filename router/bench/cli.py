@@ -1,0 +1,27 @@
+"""``homing bench NAME``: how fast the router's own parts are, measured on this machine. A table of benches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+#: Each module has a ``main(argv) -> exit status``. The sentence is the help's.
+BENCHES = {
+    "decide": ("router.bench.decide", "tokens, keys, lookup and decision of a long conversation's next turn"),
+    "index": ("router.bench.index", "hashing, events and lookups of the cache index"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one bench. Returns its exit status, or 2 for a name that is none."""
+    if argv and argv[0] in BENCHES:
+        bench: Callable[[Sequence[str]], int] = import_module(BENCHES[argv[0]][0]).main
+        return bench(argv[1:])
+    lines = "\n".join(f"  {name:8}  {sentence}" for name, (_, sentence) in BENCHES.items())
+    text = f"usage: homing bench NAME [OPTIONS]\n\nbenches:\n{lines}\n"
+    if not argv or argv[0] in ("-h", "--help"):
+        print(text, end="")
+        return 0
+    print(f"homing bench: unknown bench {argv[0]!r}\n\n{text}", end="", file=sys.stderr)
+    return 2
