@@ -40,12 +40,14 @@ def test_short_flags_set_what_is_set_most_often(tmp_path: Path) -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    """Each leaf of the tree takes its own default back from its long flag."""
+    """Each leaf of the tree takes its own default back from its long flag; what has none is known by its flag."""
     for knob in knobs():
-        default = knob.field.default
-        if isinstance(default, tuple):
-            continue
-        assert parse(["--" + knob.key.replace("_", "-"), str(default)]) == parse([])
+        default, flag = knob.field.default, "--" + knob.key.replace("_", "-")
+        if default is None:
+            with pytest.raises(ConfigError, match=f"argument .*{flag}: expected one argument"):
+                parse([flag])
+        elif not isinstance(default, tuple):
+            assert parse([flag, str(default)]) == parse([])
     assert parse(["--routing.session-headers", "x-a, x-b"]).routing.session_headers == ("x-a", "x-b")
 
 

@@ -130,4 +130,27 @@ def test_every_setting_can_be_set_by_variable() -> None:
         default = knob.field.default
         text = "" if isinstance(default, tuple) else str(default)
         name = "HOMING__" + "__".join(knob.path).upper()
-        assert load(environ={name: text}) == load(), name
+        if default is not None:
+            assert load(environ={name: text}) == load(), name
+
+
+def test_what_is_unset_by_default_can_be_set_by_variable() -> None:
+    """Files, addresses and the like."""
+    values = {
+        "SERVER__TLS_CERTIFICATE": "server.pem",
+        "SERVER__TLS_KEY": "server.key",
+        "ADMIN__TLS_CERTIFICATE": "admin.pem",
+        "AUTH__KEYS_FILE": "keys.yaml",
+        "TRACING__ENDPOINT": "http://collector:4318/v1/traces",
+    }
+    settings = load(environ={f"HOMING__{name}": value for name, value in values.items()})
+    assert (settings.server.tls_certificate, settings.server.tls_key) == (Path("server.pem"), Path("server.key"))
+    assert (settings.admin.tls_certificate, settings.admin.tls_key) == (Path("admin.pem"), None)
+    assert settings.auth.keys_file == Path("keys.yaml")
+    assert settings.tracing.endpoint == "http://collector:4318/v1/traces"
+
+
+def test_a_tls_key_alone_is_refused() -> None:
+    """Serving plain HTTP where somebody gave a key would be a surprise."""
+    with pytest.raises(ConfigError, match="server.*tls_key is of no use without tls_certificate"):
+        load({"server": {"tls_key": "x"}})
