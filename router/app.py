@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
 import httpx
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from structlog.typing import FilteringBoundLogger
 
+from router.access import Access
 from router.admin.api import create_admin
 from router.errors import ConfigError
 from router.fleet.fleet import Fleet
@@ -29,6 +32,8 @@ from router.proxy.types import Brain
 from router.settings import Settings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import make_tracing
+from router.tls import Certificate
 from router.tokenizers import learn_from_worker, use_local
 
 if TYPE_CHECKING:
@@ -52,7 +57,7 @@ async def _serve(settings: Settings) -> int:
             return _refuse(str(error), status=2)
         except OSError as error:
             return _refuse(str(error), status=1)
-        with signals.watched():
+        with signals.watched(on_hangup=router.reload):
             await router.run(signals)
     log.info("router stopped")
     return 0
@@ -72,9 +77,11 @@ class Router:
     """A whole router. ``start`` binds both doors; ``run`` serves until it is told to stop."""
 
     def __init__(self, settings: Settings, *, client: httpx.AsyncClient, log: FilteringBoundLogger) -> None:
-        """Make and join the parts. Raises ``ConfigError`` for tokenizer files that cannot be used."""
+        """Make and join the parts. Raises ``ConfigError`` for files that cannot be used."""
         self._settings = settings
         self._log = log
+        self._access = Access(settings)
+        self._tracing = make_tracing(settings.tracing, version=_version())
         prometheus = CollectorRegistry()
         ProcessCollector(registry=prometheus)
         PlatformCollector(registry=prometheus)
@@ -107,13 +114,25 @@ class Router:
         for spec in settings.workers:
             self._registry.add(spec)
         # The plane hands back only what this brain prepared, which a protocol with a plain method cannot say.
-        self._plane = DataPlane(cast("Brain", brain), metrics, settings.server, settings.upstream, log)
-        admin = create_admin(self._registry, fleet, metrics, policy=settings.routing.policy, version=_version())
-        self._admin = _AdminServer(
-            uvicorn.Config(
-                admin, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
-            )
+        self._plane = DataPlane(
+            cast("Brain", brain),
+            metrics,
+            settings.server,
+            settings.upstream,
+            log,
+            keyring=self._access.keyring,
+            tls=self._access.data_tls.context if self._access.data_tls else None,
+            tracing=self._tracing,
         )
+        admin = create_admin(
+            self._registry,
+            fleet,
+            metrics,
+            policy=settings.routing.policy,
+            version=_version(),
+            keyring=self._access.keyring,
+        )
+        self._admin = _AdminServer(admin, self._access.admin_tls)
         self._admin_socket: socket.socket | None = None
         self._data_port = 0
 
@@ -144,6 +163,16 @@ class Router:
             watching.cancel()
             if sharing is not None:
                 sharing.cancel()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    def reload(self) -> None:
+        """Read keys and certificates again; what cannot be used is logged, and the old stays in force."""
+        complaints = self._access.reload()
+        for complaint in complaints:
+            self._log.error("not reloaded", cause=complaint)
+        if not complaints:
+            self._log.info("keys and certificates reloaded")
 
     async def _drain(self, signals: _Signals) -> None:
         seconds = self._settings.server.shutdown_seconds
@@ -161,9 +190,15 @@ class Router:
 
     def _announce(self) -> None:
         assert self._admin_socket is not None
+        if self._access.keyring is None and not _is_loopback(self._settings.admin.host):
+            self._log.warning("the admin plane is open to others without a key; see auth.keys_file")
         data = _shown(self._settings.server.host, self._data_port)
         admin = _shown(self._settings.admin.host, self._admin_socket.getsockname()[1])
-        print(f"homing router ready data=http://{data} admin=http://{admin}", flush=True)  # noqa: T201
+        data, admin = (
+            f"{'https' if tls else 'http'}://{address}"
+            for tls, address in ((self._access.data_tls, data), (self._access.admin_tls, admin))
+        )
+        print(f"homing router ready data={data} admin={admin}", flush=True)  # noqa: T201
 
 
 def _shared_state(settings: Settings, metrics: Metrics, log: FilteringBoundLogger) -> RedisState | None:
@@ -198,14 +233,15 @@ class _Signals:
         self.hurry = asyncio.Event()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._came)
+        handlers = {signal.SIGTERM: self._came, signal.SIGINT: self._came, signal.SIGHUP: on_hangup}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def _came(self) -> None:
@@ -214,6 +250,15 @@ class _Signals:
 
 class _AdminServer(uvicorn.Server):
     """uvicorn without its own signal handlers: the router stops it when the data plane has ended."""
+
+    def __init__(self, app: FastAPI, tls: Certificate | None) -> None:
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+        )
+        config.load()
+        if tls is not None:
+            config.ssl = tls.context
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -246,6 +291,13 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _version() -> str:

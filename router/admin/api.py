@@ -13,24 +13,39 @@ from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from router.admin.gate import KeyGate, error_response
+from router.admin.reference import reference_page
 from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
-from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError, to_answer
+from router.core.keys import Keyring
+from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
 from router.settings import WorkerSpec
 from router.telemetry.metrics import Metrics
 
 
-def create_admin(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: str, version: str) -> FastAPI:
-    """The admin app. Its handlers run on the event loop that owns the fleet."""
+def create_admin(
+    registry: Registry,
+    fleet: Fleet,
+    metrics: Metrics,
+    *,
+    policy: str,
+    version: str,
+    keyring: Keyring | None = None,
+) -> FastAPI:
+    """The admin app. Its handlers run on the event loop that owns the fleet. ``keyring`` None: it asks for no key."""
     page = (files("router.admin") / "console.html").read_text(encoding="utf-8")
     app = FastAPI(
         title="Homing admin",
         version=version,
         description="Workers, cache state and metrics of a running Homing router.",
         dependencies=[Depends(_same_origin)],
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
     )
     _add_error_handlers(app)
+    if keyring is not None:
+        app.add_middleware(KeyGate, keyring=keyring)
 
     def ranks_by_slot(name: str) -> Json:
         return worker_view(registry.worker(name), {rank.slot: rank for rank in fleet.ranks()})
@@ -38,6 +53,10 @@ def create_admin(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def console() -> str:
         return page
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def reference() -> str:
+        return reference_page(app.openapi())
 
     @app.get("/health", summary="The admin plane answers.")
     async def health() -> Json:
@@ -116,8 +135,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _handler(translate: Callable[[Exception], Exception]) -> Handler:
     async def handle(_: Request, error: Exception) -> Response:
-        answer = to_answer(translate(error))
-        return Response(answer.body, status_code=answer.status, headers=dict(answer.headers))
+        return error_response(translate(error))
 
     return handle
 
