@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import h11
 import structlog
 from prometheus_client import CollectorRegistry
 
+from router.core.keys import Keyring
 from router.core.types import Decision, Engine, RankId, Reason
 from router.errors import NotFound, NoWorker
 from router.fleet.target import Target
@@ -19,6 +21,7 @@ from router.proxy.plane import DataPlane
 from router.proxy.types import Attempt, Outcome
 from router.settings import ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Tracing
 from router.wire.openai import InferenceRequest, Usage
 
 
@@ -55,10 +58,12 @@ class FakeBrain:
     targets: Sequence[Target]
     leases: list[FakeLease] = field(default_factory=list)
     prepared: list[tuple[InferenceRequest, Mapping[str, str]]] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
     preparing: asyncio.Event | None = None
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> FakePrepared:
         self.prepared.append((request, headers))
+        self.tenants.append(tenant)
         if self.preparing is not None:
             await self.preparing.wait()
         if request.model == "bug":
@@ -110,8 +115,8 @@ class Rig:
         """A metric's value now, 0 where it has none."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def connect(self) -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(self, *, tls: ssl.SSLContext | None = None) -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=tls)
         return Client(reader, writer)
 
     async def ask(self, body: object, **options: object) -> RawAnswer:
@@ -130,7 +135,12 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    *targets: Target, server: ServerSettings | None = None, upstream: UpstreamSettings | None = None
+    *targets: Target,
+    server: ServerSettings | None = None,
+    upstream: UpstreamSettings | None = None,
+    keyring: Keyring | None = None,
+    tls: ssl.SSLContext | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[Rig]:
     """A data plane before ``targets``. It must be quiet in the end, and leave no connection and no task."""
     before = asyncio.all_tasks()
@@ -138,7 +148,9 @@ async def rig(
     metrics = Metrics(CollectorRegistry())
     log = structlog.wrap_logger(structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(0))
     settings = server or ServerSettings(port=0)
-    plane = DataPlane(brain, metrics, settings, upstream or UpstreamSettings(), log)
+    plane = DataPlane(
+        brain, metrics, settings, upstream or UpstreamSettings(), log, keyring=keyring, tls=tls, tracing=tracing
+    )
     port = await plane.start()
     try:
         yield Rig(plane, brain, metrics, port)
