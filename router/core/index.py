@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional, Ticket
 from router.core.tables import ChainTable, CopyTable
 from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of
@@ -56,6 +57,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.refused_blocks = 0
         self.provisional = Provisional()
+        self.namespaces = Namespaces()
         self.adapters: set[str] = set()
         self._dense = ChainTable()
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
@@ -150,7 +152,9 @@ class PrefixIndex:
             return
         if event.lora_name:
             self.adapters.add(event.lora_name)
-        keys = _keys_of(event, parent, unit_tokens=self.block_tokens)
+        keys: Sequence[int] = _keys_of(event, parent, unit_tokens=self.block_tokens)
+        if self.namespaces:
+            parent, keys = self.namespaces.claim(parent, keys, waits=lambda key: self._is_promised(rank, key))
         if len(self) + len(keys) > self.max_blocks:
             self.refused_blocks += len(keys)
             return
@@ -206,10 +210,12 @@ class PrefixIndex:
             if key is None:
                 self._remove_waiting(rank, name, event.group)
                 continue
+            if self.namespaces:
+                key = next((each for each in self.namespaces.alike(key) if table.masks.get(each, 0) & rank.bit), key)
             last = table.lose(slot, key)
             if last and table is self._dense:
                 rank.blocks -= 1
-            if not self._held(key):
+            if not self._known(key):
                 self._forget(rank.names, name)
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
@@ -242,6 +248,12 @@ class PrefixIndex:
     def _held(self, key: int) -> bool:
         return key in self._dense or key in self._lower or any(key in table for table in self._sparse.values())
 
+    def _known(self, key: int) -> bool:
+        return any(map(self._held, self.namespaces.alike(key)))
+
+    def _is_promised(self, rank: _RankState, key: int) -> bool:
+        return bool(self.provisional.dense.get(key, 0) & rank.bit)
+
     def _forget(self, names: dict[EngineHash, int], name: EngineHash) -> None:
         self._dense.forget_links(names.pop(name))
         self._forgotten += 1
@@ -252,9 +264,10 @@ class PrefixIndex:
         """Let go of names and links whose block nobody holds: they outlive it where domains or holes differ."""
         self._forgotten = 0
         for names in self._names.values():
-            for name in [name for name, key in names.items() if not self._held(key)]:
+            for name in [name for name, key in names.items() if not self._known(key)]:
                 del names[name]
         self._dense.sweep()
+        self.namespaces.forget(lambda key: self._held(key) or key in self.provisional.dense)
 
     # --- what requests will leave behind ------------------------------------------------------------------
 

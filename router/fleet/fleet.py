@@ -103,6 +103,8 @@ class Fleet:
         shared: SharedState | None = None,
     ) -> None:
         self.view = FleetView()
+        #: Names of all models that a known rank serves.
+        self.models: frozenset[str] = frozenset()
         self.shared: SharedState = shared or Embedded()
         self.loads = LoadBook(is_shared=self.shared.is_shared)
         self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
@@ -179,6 +181,10 @@ class Fleet:
     def member(self, slot: int) -> Member:
         """A known rank. Raises ``KeyError``."""
         return self._members[slot]
+
+    def knows(self, member: Member) -> bool:
+        """Whether the rank is still there: its slot may be another's by now."""
+        return self._members.get(member.slot) is member
 
     def members(self) -> Sequence[Member]:
         """All known ranks, by slot."""
@@ -324,6 +330,7 @@ class Fleet:
         ]
 
     def _publish(self) -> None:
+        self.models = frozenset(model for member in self._members.values() for model in member.models)
         self.view = FleetView(
             ranks=tuple(
                 RankView(

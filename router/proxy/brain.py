@@ -7,8 +7,9 @@ import json
 import random
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.core.cost import CostParameters
 from router.core.index import PrefixIndex
@@ -44,7 +45,10 @@ _LEAVES_NOTHING = frozenset({Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """A request keyed once, for any number of attempts. ``tokens`` is None where only text is known."""
+    """A request keyed once, for any number of attempts. ``tokens`` is None where only text is known.
+
+    ``plain_seed`` is the root that SGLang's events imply, which do not carry the request's extra key; None without one.
+    """
 
     model: str
     session: SessionKey | None
@@ -52,6 +56,7 @@ class PreparedRequest:
     prompt_tokens: int
     output_tokens: int
     seed: int
+    plain_seed: int | None = None
     text_keys: Sequence[int] = ()
     ideal_tokens: int = 0
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -67,6 +72,27 @@ class PreparedRequest:
         if block_tokens not in self._keys:
             self._keys[block_tokens] = block_keys(self.tokens, block_tokens=block_tokens, parent=self.seed)
         return self._keys[block_tokens]
+
+    def keys_after(self, output: Sequence[int], *, block_tokens: int) -> Sequence[int]:
+        """Keys of the whole blocks that ``output`` fills after the prompt's own."""
+        if self.tokens is None:
+            return ()
+        known = self.keys(block_tokens)
+        rest = self.tokens[len(known) * block_tokens :] + array("I", output)
+        return block_keys(rest, block_tokens=block_tokens, parent=known[-1] if known else self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A request that has just ended, of whose answer only the length is known."""
+
+    member: Member
+    prepared: PreparedRequest
+    output_tokens: int
+
+
+#: What one lease has entered as provisional, and where.
+Promise = tuple[PrefixIndex, Ticket]
 
 
 class RouterBrain:
@@ -84,7 +110,8 @@ class RouterBrain:
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
         self._seen: dict[str, SeenPrefixes] = {}
-        self._expiring: deque[tuple[float, PrefixIndex, Ticket]] = deque()
+        self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
+        self._answered: dict[tuple[str, SessionKey], _Answered] = {}
 
     # --- what the router knows of models ------------------------------------------------------------
 
@@ -138,7 +165,7 @@ class RouterBrain:
         session = self._session(request, headers, tenant=tenant)
         if session is not None:
             await self._fleet.shared.look_up(model, session)
-        seed = self._seed(model, request.fields)
+        seed, plain_seed = self._seeds(model, request.fields)
         prompt = await self._tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
         prepared = PreparedRequest(
@@ -148,6 +175,7 @@ class RouterBrain:
             prompt_tokens=len(tokens) if tokens is not None else _guessed_tokens(request),
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
             seed=seed,
+            plain_seed=plain_seed,
         )
         if prompt is not None:
             prepared.know_keys(prompt.keys)
@@ -189,13 +217,15 @@ class RouterBrain:
         self, model: str, tokens: array[int], *, fields: Mapping[str, object], session: SessionKey | None = None
     ) -> PreparedRequest:
         """Key a prompt whose token ids are known. ``fields`` are the request's: some divide caches."""
+        seed, plain_seed = self._seeds(model, fields)
         return PreparedRequest(
             model=model,
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens),
             output_tokens=_ASSUMED_OUTPUT_TOKENS,
-            seed=self._seed(model, fields),
+            seed=seed,
+            plain_seed=plain_seed,
         )
 
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
@@ -267,14 +297,15 @@ class RouterBrain:
             self._promise_prompt(lease)
         return lease
 
-    def _seed(self, model: str, fields: Mapping[str, object]) -> int:
-        """The root of a prompt's chain: prompts of different adapters, salts or extra keys (SGLang) share nothing."""
+    def _seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
+        """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
         is_adapter = model in self._adapters or any(model in index.adapters for index in self._fleet.indexes(model))
         salt, extra = (
             value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key")
         )
         parts = (model if is_adapter else "", salt)
-        return namespace_seed(*parts, extra) if extra else namespace_seed(*parts)
+        plain = namespace_seed(*parts)
+        return (namespace_seed(*parts, extra), plain) if extra else (plain, None)
 
     def _ideal_tokens(self, prepared: PreparedRequest) -> int:
         """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
@@ -291,27 +322,50 @@ class RouterBrain:
     # --- what requests will leave in a rank's cache ---------------------------------------------------
 
     def _promise_prompt(self, lease: _Lease) -> None:
-        index, prepared = lease.member.index, lease.prepared
-        if index is not None and prepared.tokens is not None:
-            keys = prepared.keys(index.block_tokens)
-            ticket = index.promise(lease.decision.slot, keys, prompt_tokens=prepared.prompt_tokens)
-            lease.promises.append((index, ticket))
-
-    def _promise_output(self, lease: _Lease, output: Sequence[int]) -> None:
-        """The last token's own keys and values are never computed: blocks end before it."""
-        index, prepared = lease.member.index, lease.prepared
-        if index is None or prepared.tokens is None or len(output) < 2:
+        member, prepared = lease.member, lease.prepared
+        index = member.index
+        if index is None or prepared.tokens is None or not self._fleet.knows(member):
             return
         keys = prepared.keys(index.block_tokens)
-        rest = prepared.tokens[len(keys) * index.block_tokens :] + array("I", output[:-1])
-        more = block_keys(rest, block_tokens=index.block_tokens, parent=keys[-1] if keys else prepared.seed)
-        ticket = index.promise_more(lease.decision.slot, (*keys, *more), start=len(keys))
+        if prepared.plain_seed is not None and member.target.engine is Engine.SGLANG:
+            plain = block_keys(prepared.tokens, block_tokens=index.block_tokens, parent=prepared.plain_seed)
+            index.namespaces.learn(plain, keys, seed=prepared.seed)
+        ticket = index.promise(member.slot, keys, prompt_tokens=prepared.prompt_tokens)
         lease.promises.append((index, ticket))
+
+    def _promise_output(self, member: Member, prepared: PreparedRequest, output: Sequence[int]) -> Promise | None:
+        """The last token's own keys and values are never computed: blocks end before it."""
+        index = member.index
+        if index is None or prepared.tokens is None or len(output) < 2 or not self._fleet.knows(member):
+            return None
+        keys = (*prepared.keys(index.block_tokens), *prepared.keys_after(output[:-1], block_tokens=index.block_tokens))
+        start = prepared.prompt_tokens // index.block_tokens
+        return index, index.promise_more(member.slot, keys, start=start)
+
+    def _recall_answer(self, prepared: PreparedRequest, *, now: float) -> None:
+        """What the session's last answer left behind, if this prompt brings it back whole.
+
+        No ids of an answer are known, only how many there were. The next turn's prompt has its text: where the next
+        special token of the template stands just behind so many, they are the answer's.
+        """
+        answered = self._answered.pop((prepared.model, prepared.session), None) if prepared.session else None
+        if answered is None or prepared.tokens is None:
+            return
+        before, count = answered.prepared, answered.output_tokens
+        start = before.prompt_tokens
+        if before.seed != prepared.seed or before.tokens != prepared.tokens[:start]:
+            return
+        rest = prepared.tokens[start : start + count + 1]
+        special = self._tokenizers[prepared.model].special_ids if prepared.model in self._tokenizers else frozenset()
+        length = next((place for place, token in enumerate(rest) if token in special), None)
+        if length in (count - 1, count) and (promise := self._promise_output(answered.member, before, rest[:count])):
+            index, ticket = promise
+            index.provisional.end(ticket)
+            self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
 
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
-            _, index, ticket = self._expiring.popleft()
-            index.provisional.drop(ticket)
+            self._expiring.popleft()[1]()
 
     # --- called by leases -------------------------------------------------------------------------------
 
@@ -335,10 +389,15 @@ class RouterBrain:
             if lease.binding.slot == lease.member.slot:
                 self._tell_home(prepared, lease.member)
         if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
-            self._promise_output(lease, output)
+            if promise := self._promise_output(lease.member, prepared, output):
+                lease.promises.append(promise)
+            elif prepared.session is not None and usage is not None:
+                key = (prepared.model, prepared.session)
+                self._answered[key] = _Answered(lease.member, prepared, usage.completion_tokens)
+                self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._answered.pop, key, None)))
             for index, ticket in lease.promises:
                 index.provisional.end(ticket)
-                self._expiring.append((now + PROVISIONAL_SECONDS, index, ticket))
+                self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
         else:
             for index, ticket in lease.promises:
                 index.provisional.drop(ticket)
@@ -388,7 +447,7 @@ class _Lease:
         self.member = member
         self.claim = claim
         self.binding = binding
-        self.promises: list[tuple[PrefixIndex, Ticket]] = []
+        self.promises: list[Promise] = []
 
     def first_byte(self) -> None:
         """Prefill is over."""

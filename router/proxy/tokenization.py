@@ -78,6 +78,7 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._cutter = Cutter.of(tokenizer)
+        self.special_ids = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._chats = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES)
         opening, self._closing = _added_around(tokenizer)
         self._texts = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES, opening=opening)

@@ -1,0 +1,52 @@
+"""Texts that a rank keeps apart though its events do not say so.
+
+SGLang's default events leave out a request's ``extra_key``: two tenants' blocks of one text come under one name. The
+router remembers under which keys it has sent a text, and gives what arrives to the one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class Namespaces:
+    """Chain keys of equal text, by the seed that tells them apart; in the order in which they were last sent."""
+
+    def __init__(self) -> None:
+        self._alike: dict[int, dict[int, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._alike)
+
+    def learn(self, plain: Sequence[int], own: Sequence[int], *, seed: int) -> None:
+        """A prompt was sent under ``seed``. ``plain`` are its keys as its events alone would have them."""
+        for first, key in zip(plain, own, strict=True):
+            alike = self._alike.setdefault(first, {0: first})
+            alike.pop(seed, None)
+            alike[seed] = key
+            self._alike[key] = alike
+
+    def alike(self, key: int) -> Sequence[int]:
+        """All keys of the same text, the one not sent for longest first; ``key`` alone if there are no others."""
+        found = self._alike.get(key)
+        return (key,) if found is None else tuple(found.values())
+
+    def claim(
+        self, parent: int | None, keys: Sequence[int], *, waits: Callable[[int], bool]
+    ) -> tuple[int | None, Sequence[int]]:
+        """The same chain in the namespace whose last block is waited for; as it is where none is, or not whole."""
+        alike = self._alike.get(keys[-1]) if keys else None
+        if alike is None or waits(keys[-1]):
+            return parent, keys
+        for seed in [seed for seed, key in alike.items() if waits(key)]:
+            chain = [self._alike.get(key, {}).get(seed) for key in (*keys, *(() if parent is None else (parent,)))]
+            whole = [key for key in chain if key is not None]
+            if len(whole) == len(chain):
+                return (whole[-1] if parent is not None else None), whole[: len(keys)]
+        return parent, keys
+
+    def forget(self, is_known: Callable[[int], bool]) -> None:
+        """Let go of texts that nobody holds or waits for."""
+        gone = [key for key, alike in self._alike.items() if not any(map(is_known, alike.values()))]
+        for key in gone:
+            del self._alike[key]
