@@ -152,5 +152,5 @@ def test_what_is_unset_by_default_can_be_set_by_variable() -> None:
 
 def test_a_tls_key_alone_is_refused() -> None:
     """Serving plain HTTP where somebody gave a key would be a surprise."""
-    with pytest.raises(ConfigError, match="server.*tls_key is of no use without tls_certificate"):
+    with pytest.raises(ConfigError, match=r"server.*tls_key is of no use without tls_certificate"):
         load({"server": {"tls_key": "x"}})
