@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.seen import SeenPrefixes, TextIndex
@@ -29,6 +29,7 @@ def common(one: Words, other: Words) -> int:
     return count
 
 
+@settings(deadline=None)
 @given(prompts=st.lists(PROMPTS, max_size=12), asked=PROMPTS)
 def test_seen_is_the_longest_common_start_with_any_earlier_prompt(prompts: Sequence[Words], asked: Words) -> None:
     """Found by bisection over keys; here by comparing word for word."""
@@ -55,6 +56,7 @@ def test_memory_is_bounded_and_keeps_what_is_asked_for() -> None:
 # --- text ---------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(sent=st.lists(st.tuples(st.integers(0, 70), PROMPTS), max_size=15), asked=PROMPTS)
 def test_each_rank_counts_for_the_longest_start_it_was_sent(sent: Sequence[tuple[int, Words]], asked: Words) -> None:
     """Ranks that were sent nothing of it are not named. Slots reach beyond 64 bits."""
@@ -69,6 +71,7 @@ def test_each_rank_counts_for_the_longest_start_it_was_sent(sent: Sequence[tuple
     assert index.blocks_sent(chain(asked)) == expected
 
 
+@settings(deadline=None)
 @given(sent=st.lists(st.tuples(st.integers(0, 3), PROMPTS), max_size=15), gone=st.integers(0, 3), asked=PROMPTS)
 def test_a_rank_that_left_was_sent_nothing(sent: Sequence[tuple[int, Words]], gone: int, asked: Words) -> None:
     """As if the index had never heard of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.core.session import MAX_ID_CHARS, SessionTable, conversation_head, identify
@@ -243,6 +243,7 @@ JUNK = st.recursive(
 ) | st.just(nested(5000))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     fields=st.fixed_dictionaries(
         {},

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
 
 
+@settings(deadline=None)
 @given(slots=st.sets(st.integers(0, 200)))
 def test_slots_are_listed_from_the_lowest(slots: set[int]) -> None:
     """A mask's bits, in order, beyond 64 too."""
     assert list(slots_of(sum(1 << slot for slot in slots))) == sorted(slots)
 
 
+@settings(deadline=None)
 @given(
     held=st.dictionaries(st.integers(0, 90), st.integers(0, 12), max_size=8),
     blocks=st.integers(1, 12),
@@ -59,6 +61,7 @@ def accepts(rule: Rule, held: set[int], end: int) -> bool:
 RULES = st.builds(Rule, st.sampled_from(Kind), st.integers(1, 3), st.integers(1, 6))
 
 
+@settings(deadline=None)
 @given(
     depth=st.integers(0, 12),
     groups=st.dictionaries(st.integers(0, 5), st.tuples(RULES, st.sets(st.integers(0, 11))), max_size=3),

@@ -521,10 +521,10 @@ async def test_an_empty_prompt_is_served_like_any_other() -> None:
 
 
 async def test_how_prompts_were_keyed_is_counted() -> None:
-    """Tokens where there is a tokenizer, text where there is none or it has nothing to say."""
+    """By tokens where a tokenizer has a say, by text where it has none: of several prompts there is no single chain."""
     world = World(ranks=1)
     await world.prepare([1, 2])
-    await world.prepare(["two", "prompts"])
+    await world.prepare(["two " * 100, "prompts " * 100])
 
     assert (world.sample("prompts_total", keyed="tokens"), world.sample("prompts_total", keyed="text")) == (1, 1)
 
