@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
-
 from router.fleet.fleet import Fleet, RankInfo
 from router.fleet.registry import Registry, Worker
 from router.telemetry.metrics import Metrics
+from router.telemetry.tallies import Counter
 
 Json = dict[str, Any]
 

@@ -79,6 +79,8 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         _optional(_get_json(client, spec.url + "/server_info")),
         _optional(_get_text(client, spec.url + "/metrics")),
     )
+    if sources and not any(rank.isdigit() for rank in sources):
+        sources = None  # a server that answers every path alike names no rank
     families = _families(metrics or "")
     engine = Engine(spec.engine) if spec.engine else _engine(sources, server)
     cache = _labels(families, "vllm:cache_config_info")

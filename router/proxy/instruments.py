@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from prometheus_client import Counter, Histogram
-
 from router.core.types import RankId
 from router.proxy.types import Outcome
 from router.telemetry.metrics import Metrics
+from router.telemetry.tallies import CounterCell, HistogramCell
 
 
 class Instruments:
@@ -27,11 +26,11 @@ class Instruments:
         self._endpoints = endpoints
         metrics.connections.set_function(connections)
         metrics.inflight.set_function(inflight)
-        self.disconnects = metrics.client_disconnects
-        self._requests: dict[tuple[bytes, int], tuple[Counter, Histogram]] = {}
-        self._first_token: dict[str, Histogram] = {}
-        self._inter_token: dict[str, Histogram] = {}
-        self._attempts: dict[tuple[RankId, Outcome], Counter] = {}
+        self.disconnects = metrics.client_disconnects.labels()
+        self._requests: dict[tuple[bytes, int], tuple[CounterCell, HistogramCell]] = {}
+        self._first_token: dict[str, HistogramCell] = {}
+        self._inter_token: dict[str, HistogramCell] = {}
+        self._attempts: dict[tuple[RankId, Outcome], CounterCell] = {}
 
     def request(self, path: bytes, status: int, *, seconds: float) -> None:
         """A request has been answered. All unknown paths are one endpoint, ``other``."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
+
+from router.telemetry.tallies import Counter, Histogram
 
 RANK = ("worker", "rank")
 #: Prefill of a long cold prompt takes minutes; the buckets reach ten of them.

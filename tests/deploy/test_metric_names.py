@@ -15,6 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from engine_shim.metrics import ShimCollector
 from router.telemetry.metrics import Metrics
+from router.telemetry.tallies import Counter, Histogram
 
 #: Labels that Prometheus itself adds to what it scrapes.
 SCRAPE_LABELS = frozenset({"job", "instance"})
@@ -36,11 +37,12 @@ def known_series() -> dict[str, frozenset[str]]:
     series: dict[str, frozenset[str]] = {"up": frozenset()}
     metrics = Metrics(CollectorRegistry())
     for metric in vars(metrics).values():
-        if isinstance(metric, MetricWrapperBase):
+        if isinstance(metric, MetricWrapperBase | Counter | Histogram):
             (family,) = metric.collect()
+            names = metric._labelnames if isinstance(metric, MetricWrapperBase) else metric.label_names
             extra = {"le"} if family.type == "histogram" else set()
             for suffix in SAMPLE_SUFFIXES[family.type]:
-                series[family.name + suffix] = frozenset({*metric._labelnames, *extra})
+                series[family.name + suffix] = frozenset({*names, *extra})
     for family in ShimCollector([], model_name="m").collect():
         for suffix in SAMPLE_SUFFIXES.get(family.type, ("",)):
             series[family.name + suffix] = frozenset({"model_name", "engine", "finished_reason", "le"})
