@@ -79,9 +79,6 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._cutter = Cutter.of(tokenizer)
-        self.special_ids = frozenset(
-            place for place, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
         self._chats = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES)
         opening, self._closing = _added_around(tokenizer)
         self._texts = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES, opening=opening)
@@ -89,7 +86,8 @@ class PromptTokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text: a template's marks, the end of an answer."""
-        return frozenset(number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     @classmethod
     def from_files(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> PromptTokenizer:
