@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.core.load import recent_seconds, wait_seconds
@@ -35,7 +36,7 @@ class CostParameters:
 
 def reusable_tokens(rank: RankView, request: RouteRequest) -> int:
     """The prefix the rank is believed to reuse, discounted by trust in its predictions."""
-    return int(request.reusable_tokens.get(rank.slot, 0) * rank.trust_ratio)
+    return int(request.reusable_tokens.get(rank.slot, 0) * rank.trust.ratio)
 
 
 def work_seconds(rank: RankView, request: RouteRequest) -> float:
@@ -48,26 +49,40 @@ def price(
     rank: RankView, request: RouteRequest, *, home: RankView | None, parameters: CostParameters, now: float
 ) -> Price:
     """Price one rank. ``home`` is the session's home if it can serve now."""
-    load, pace = rank.load, rank.pace
-    return Price(
-        slot=rank.slot,
-        wait_seconds=wait_seconds(load, now=now) + _RECENT_WEIGHT * recent_seconds(load, now=now),
-        work_seconds=work_seconds(rank, request),
-        decode_seconds=_DECODE_STEPS
-        * pace.factor
-        * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
-        evict_seconds=_evict_seconds(rank, request),
-        move_seconds=0.0
-        if home is None or home.slot == rank.slot
-        else parameters.move_weight * _saved_at_home(home, request),
-    )
+    (found,) = prices((rank,), request, home=home, parameters=parameters, now=now)
+    return found
 
 
-def _evict_seconds(rank: RankView, request: RouteRequest) -> float:
+def prices(
+    ranks: Sequence[RankView], request: RouteRequest, *, home: RankView | None, parameters: CostParameters, now: float
+) -> list[Price]:
+    """Price ranks, in their order: this loop is what a decision among many ranks costs."""
+    prompt_tokens = request.prompt_tokens
+    move_seconds = 0.0 if home is None else parameters.move_weight * _saved_at_home(home, request)
+    home_slot = None if home is None else home.slot
+    found: list[Price] = []
+    for rank in ranks:
+        load, pace = rank.load, rank.pace
+        uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
+        found.append(
+            Price(
+                rank.slot,
+                wait_seconds(load, now=now) + _RECENT_WEIGHT * recent_seconds(load, now=now),
+                prefill_seconds(pace, uncached_tokens=uncached_tokens, context_tokens=prompt_tokens),
+                _DECODE_STEPS
+                * pace.factor
+                * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
+                _evict_seconds(rank, added_tokens=uncached_tokens + request.output_tokens),
+                0.0 if rank.slot == home_slot else move_seconds,
+            )
+        )
+    return found
+
+
+def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:
     if not rank.pool_tokens:
         return 0.0
-    added = request.prompt_tokens - reusable_tokens(rank, request) + request.output_tokens
-    overflow = max(0, min(added, rank.resident_tokens() + added - rank.pool_tokens))
+    overflow = max(0, min(added_tokens, rank.resident_tokens() + added_tokens - rank.pool_tokens))
     return _EVICTED_RETURN_RATIO * rank.pace.factor * rank.pace.token_seconds * overflow
 
 

@@ -175,4 +175,6 @@ def wait_seconds(load: RankLoad, *, now: float) -> float:
 
 def recent_seconds(load: RankLoad, *, now: float) -> float:
     """Prefill seconds sent lately, fading with a half-life."""
+    if not load.recent_seconds:
+        return 0.0
     return load.recent_seconds * math.exp2(-(now - load.recent_at) / RECENT_HALF_LIFE_SECONDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from router.core.cost import CostParameters, price, reusable_tokens, work_seconds
+from router.core.cost import CostParameters, prices, reusable_tokens, work_seconds
 from router.core.load import recent_seconds, wait_seconds
 from router.core.ring import Ring
 from router.core.types import Decision, FleetView, Price, RankStatus, RankView, Reason, RouteRequest
@@ -119,18 +119,17 @@ class Affinity:
         if not ranks:
             return None
         home = next((rank for rank in ranks if rank.slot == request.home), None)
-        prices = [price(rank, request, home=home, parameters=self._parameters, now=now) for rank in ranks]
-        lowest = min(entry.total_seconds for entry in prices)
-        equal = [
-            rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS
-        ]
+        priced = prices(ranks, request, home=home, parameters=self._parameters, now=now)
+        totals = [entry.total_seconds for entry in priced]
+        lowest = min(totals)
+        equal = [rank for rank, total in zip(ranks, totals, strict=True) if total <= lowest + _TIE_SECONDS]
         if home in equal:
             chosen = home
         elif self._places is not None and request.session is not None and home is None:
-            chosen = self._places.first(view, _near(ranks, prices, request, lowest=lowest), request)
+            chosen = self._places.first(view, _near(ranks, priced, request, lowest=lowest), request)
         else:
             chosen = rng.choice(equal)
-        return _decision(chosen, ranks, request, reason=self._reason(chosen, home, request), prices=prices)
+        return _decision(chosen, ranks, request, reason=self._reason(chosen, home, request), prices=priced)
 
     @staticmethod
     def _reason(chosen: RankView, home: RankView | None, request: RouteRequest) -> Reason:

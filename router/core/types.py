@@ -170,7 +170,7 @@ class Price(NamedTuple):
     @property
     def total_seconds(self) -> float:
         """What is compared."""
-        return sum(self[1:])
+        return self.wait_seconds + self.work_seconds + self.decode_seconds + self.evict_seconds + self.move_seconds
 
 
 @dataclass(frozen=True, slots=True)
