@@ -44,7 +44,7 @@ _WORDS = (
     *("def", "self", "return", "import", "the", "file", "error", "line", "test", "value", "path", "none", "class"),
     *("request", "because", "should", "would", "there", "about", "which", "configuration", "index", "token", "block"),
     *("function,", "parameter;", "(string)", "[list]", "{dict}", "==", "!=", "0x1f", "42", "3.14", "//", "'it's'"),
-    *("\n   ", "\n\t", '"quoted', 'text"', "snake_case_name", "CamelCaseName", "https://example.com/a/b?c=d", "\n\n"),
+    *("\n   ", "\n\t", '"quoted', 'text"', "snake_case_name", "CamelCaseName", "https://a.org/b?c=d", "end.\nNext"),
 )
 
 

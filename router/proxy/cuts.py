@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 #: A stretch without a special token is cut at a line only after so many characters.
 LINE_CUT_CHARS = 4096
-_LINE = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
+_LINE = re.compile(r"\n(?<=\S\n)(?=[A-Za-z])")  # begins with a literal, which is what makes the search fast
 #: Split patterns under which a line is a safe cut: those of GPT-4 and Llama 3, of Qwen2 and later, of DeepSeek.
 _LINE_PATTERNS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

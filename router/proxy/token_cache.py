@@ -6,7 +6,7 @@ and the chain keys of the blocks that end in it::
     root ── system prompt and tools ──┬── conversation A, all its turns
                                       └── conversation B
 
-A conversation's next turn compares its text with what is known (one ``memcmp``), tokenizes the rest and appends to
+A conversation's next turn compares its text with what is known, tokenizes the rest and appends to
 its node. What a turn says last (the opening of the answer) never enters: the next turn says more there.
 """
 
@@ -22,8 +22,9 @@ from typing import NamedTuple
 from router.proxy.cuts import Cutter
 from router.wire.block_keys import block_keys
 
-#: What a token and a node are charged with, besides text and keys.
+#: What a token, a key and a node are charged with.
 _TOKEN_BYTES = 4
+_KEY_BYTES = 8
 _NODE_BYTES = 1024
 #: Namespaces (block size and salt) of which a node keeps keys.
 _MAX_CHAINS = 4
@@ -40,24 +41,24 @@ class Chain(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A stretch of text. ``chars`` and ``counts`` are where its pieces end, in its own text and tokens."""
+    """A stretch of text in pieces. ``counts`` are where they end in its own tokens."""
 
     parent: _Node | None
     start_tokens: int
-    text: str = ""
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    chars: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("I"))
     keys: OrderedDict[Chain, array[int]] = field(default_factory=OrderedDict)
     children: dict[int, _Node] = field(default_factory=dict)
     name: int = 0  # under which the parent knows it: the hash of its first piece
+    text_bytes: int = 0
 
     def end_tokens(self) -> int:
         return self.start_tokens + len(self.tokens)
 
     def size_bytes(self) -> int:
         keys = sum(map(len, self.keys.values()))
-        return _NODE_BYTES + self.text.__sizeof__() + _TOKEN_BYTES * len(self.tokens) + 8 * keys + 16 * len(self.chars)
+        return _NODE_BYTES + self.text_bytes + _TOKEN_BYTES * len(self.tokens) + _KEY_BYTES * keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,68 +125,60 @@ class TokenCache:
     # --- the tree -------------------------------------------------------------------------------------
 
     def _walk(self, text: str, *, may_cut: bool = False) -> tuple[list[_Node], int]:
-        """The nodes along ``text`` and how far they reach. A node that differs in the middle is cut there or left."""
+        """The nodes along ``text`` and how far they reach. A node that differs in the middle is cut there, or a copy of
+        its first part stands for it.
+        """
         path = [self._root]
         at = 0
         while at < len(text):
-            child = path[-1].children.get(hash(text[at : self._cutter.next_cut(text, at)]))
-            if child is None:
+            node = path[-1].children.get(hash(text[at : self._cutter.next_cut(text, at)]))
+            if node is None:
                 break
-            if text.startswith(child.text, at) and self._is_cut(text, at, child):
-                path.append(child)
-                at += len(child.text)
+            count, chars = self._common(text, at, node.pieces)
+            at += chars
+            if count == len(node.pieces):
+                path.append(node)
                 continue
-            pieces = self._common_pieces(text, at, child)
-            if pieces:
-                at += child.chars[pieces - 1]
-                path.append(self._cut(child, pieces) if may_cut else _head(child, pieces))
+            if count:
+                path.append(self._cut(node, count) if may_cut else _head(node, count))
             break
         return path, at
 
-    def _is_cut(self, text: str, at: int, node: _Node) -> bool:
-        """Whether the text has a cut, or its end, where the node ends: its last piece may go on there."""
-        last = at + (node.chars[-2] if len(node.chars) > 1 else 0)
-        return self._cutter.next_cut(text, last) == at + len(node.text)
-
-    def _common_pieces(self, text: str, at: int, node: _Node) -> int:
-        """How many of the node's pieces the text begins with, by bisection: each step compares what is still open."""
-        low, high = 0, len(node.chars)
-        while low < high:
-            middle = (low + high + 1) // 2
-            begin, end = node.chars[low - 1] if low else 0, node.chars[middle - 1]
-            if text.startswith(node.text[begin:end], at + begin):
-                low = middle
-            else:
-                high = middle - 1
-        while low:
-            last = at + (node.chars[low - 2] if low > 1 else 0)
-            if self._cutter.next_cut(text, last) == at + node.chars[low - 1]:
+    def _common(self, text: str, at: int, pieces: Sequence[str]) -> tuple[int, int]:
+        """How many of the pieces the text has from ``at`` on, and their characters."""
+        start, count = at, 0
+        for piece in pieces:
+            if not text.startswith(piece, at):
                 break
-            low -= 1
-        return low
+            at += len(piece)
+            count += 1
+        # The last of them may go on in this text: only where it has a cut, too, are they the same pieces.
+        while count and self._cutter.next_cut(text, at - len(pieces[count - 1])) != at:
+            count -= 1
+            at -= len(pieces[count])
+        return count, at - start
 
-    def _cut(self, node: _Node, pieces: int) -> _Node:
+    def _cut(self, node: _Node, count: int) -> _Node:
         """Divide a node after some of its pieces. What was a leaf's short end is given up instead."""
-        head = _head(node, pieces)
-        rest_chars = len(node.text) - len(head.text)
-        if node.children or rest_chars > _LOOSE_CHARS:
+        head = _head(node, count)
+        if node.children or sum(map(len, node.pieces[count:])) > _LOOSE_CHARS:
             rest = _Node(
                 parent=node,
-                start_tokens=node.start_tokens + len(head.tokens),
-                text=node.text[len(head.text) :],
+                start_tokens=head.end_tokens(),
+                pieces=node.pieces[count:],
+                counts=[end - len(head.tokens) for end in node.counts[count:]],
                 tokens=node.tokens[len(head.tokens) :],
-                chars=[end - len(head.text) for end in node.chars[pieces:]],
-                counts=[end - len(head.tokens) for end in node.counts[pieces:]],
                 keys=OrderedDict((chain, keys[len(head.keys[chain]) :]) for chain, keys in node.keys.items()),
                 children=node.children,
+                name=hash(node.pieces[count]),
+                text_bytes=node.text_bytes - head.text_bytes,
             )
             for child in rest.children.values():
                 child.parent = rest
-            rest.name = hash(rest.text[: rest.chars[0]])
             node.children = {rest.name: rest}
             self._charge(rest)
-        node.text, node.tokens, node.chars = head.text, head.tokens, head.chars
-        node.counts, node.keys = head.counts, head.keys
+        node.pieces, node.counts, node.tokens = head.pieces, head.counts, head.tokens
+        node.keys, node.text_bytes = head.keys, head.text_bytes
         self._charge(node)
         return node
 
@@ -199,13 +192,11 @@ class TokenCache:
             node.children[child.name] = child
             path.append(child)
             node = child
-        chars = len(node.text)
         for piece, ids in pieces:
+            node.pieces.append(piece)
             node.tokens.extend(ids)
-            chars += len(piece)
-            node.chars.append(chars)
             node.counts.append(len(node.tokens))
-        node.text += "".join(piece for piece, _ in pieces)
+            node.text_bytes += _bytes_of(piece)
 
     # --- what it costs ----------------------------------------------------------------------------------
 
@@ -227,20 +218,25 @@ class TokenCache:
         self._used[node] = size
 
 
-def _head(node: _Node, pieces: int) -> _Node:
+def _head(node: _Node, count: int) -> _Node:
     """A copy of a node's first pieces, known to nobody."""
-    chars, count = node.chars[pieces - 1], node.counts[pieces - 1]
-    end = node.start_tokens + count
+    pieces, tokens = node.pieces[:count], node.counts[count - 1]
+    end = node.start_tokens + tokens
     return _Node(
         parent=node.parent,
         start_tokens=node.start_tokens,
-        text=node.text[:chars],
-        tokens=node.tokens[:count],
-        chars=node.chars[:pieces],
-        counts=node.counts[:pieces],
+        pieces=pieces,
+        counts=node.counts[:count],
+        tokens=node.tokens[:tokens],
         keys=OrderedDict((chain, keys[: _blocks_in(node, chain, end)]) for chain, keys in node.keys.items()),
         name=node.name,
+        text_bytes=sum(map(_bytes_of, pieces)),
     )
+
+
+def _bytes_of(piece: str) -> int:
+    """A piece in memory, with its places in the lists."""
+    return piece.__sizeof__() + 16
 
 
 def _blocks_in(node: _Node, chain: Chain, end_tokens: int) -> int:

@@ -23,6 +23,7 @@ import jinja2.ext
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.runtime import LoopContext
 
 Message = Mapping[str, Any]
 
@@ -30,6 +31,8 @@ Message = Mapping[str, Any]
 _TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _BILLING_LINE = "x-anthropic-billing-header"
+_DICT_METHODS = frozenset(dir(dict))
+_LOOP_NAMES = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
 class TemplateRefusal(ValueError):
@@ -45,9 +48,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, variables: Mapping[str, str]) -> None:
         """Compile. Raises ``jinja2.TemplateError``."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -86,12 +87,15 @@ class ChatTemplate:
 # --- messages as templates expect them -------------------------------------------------------------
 
 
-def _shown(message: Message, *, walks_parts: bool) -> dict[str, Any]:
+def _shown(message: Message, *, walks_parts: bool) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise TemplateRefusal("each message needs a role")
+    content = message.get("content")
+    if role in ("user", "tool") and isinstance(content, str) and (role == "tool" or not walks_parts):
+        return message  # as most are
     shown = dict(message)
-    parts = _parts(message.get("content"), is_system=role == "system")
+    parts = _parts(content, is_system=role == "system")
     if walks_parts and role != "tool":
         shown["content"] = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in parts]
     else:
@@ -170,13 +174,13 @@ def _shown_tool(tool: Message) -> Message:
     return {"type": tool.get("type", "function"), "function": shown}
 
 
-def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+def _as_system(message: Message) -> Message:
     if message["role"] != "developer":
         return message
     return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
 
 
-def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_one_system(messages: list[Message]) -> list[Message]:
     """All system messages as one at the start, where one of them stands elsewhere."""
     if not any(message["role"] == "system" for message in messages[1:]):
         return messages
@@ -252,6 +256,18 @@ def _is_of(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
         case nodes.Name(name=found, ctx="load"):
             return key is None and found == name
     return False
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's, with short cuts to the same answers where templates spend their time: a message's fields, ``loop``."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """A field of a dictionary that hides none of its methods, or a public name of ``loop``."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in _LOOP_NAMES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class _Generation(jinja2.ext.Extension):
