@@ -56,6 +56,8 @@ class RequestError(HomingError):
     type = "server_error"
     code = "internal_error"
     retry_after_seconds: int | None = None
+    #: Further headers of the answer. A name may come more than once.
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,8 +73,7 @@ class BadRequest(RequestError):
 
 class Unauthorized(RequestError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
-    #: How the caller may prove itself: a ``WWW-Authenticate`` header each.
-    challenges: tuple[str, ...] = ('Bearer realm="homing"',)
+    headers: tuple[tuple[str, str], ...] = (("www-authenticate", 'Bearer realm="homing"'),)
 
 
 class Forbidden(RequestError):
@@ -170,8 +171,7 @@ def to_answer(error: BaseException, *, dialect: Dialect = Dialect.OPENAI) -> Err
     headers: list[tuple[str, str]] = [("content-type", "application/json")]
     if error.retry_after_seconds is not None:
         headers.append(("retry-after", str(error.retry_after_seconds)))
-    if isinstance(error, Unauthorized):
-        headers += (("www-authenticate", challenge) for challenge in error.challenges)
+    headers += error.headers
     if dialect is Dialect.ANTHROPIC:
         body = anthropic_error_body(error)
     else:

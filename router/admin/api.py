@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from router.admin.gate import KeyGate, error_response
-from router.admin.reference import reference_page
+from router.admin.reference import document, errors, reference_page
 from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
 from router.core.keys import Keyring
 from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError
@@ -42,6 +42,8 @@ def create_admin(
         dependencies=[Depends(_same_origin)],
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,
+        openapi_url=None,
+        responses={} if keyring is None else errors(401, 403),
     )
     _add_error_handlers(app)
     if keyring is not None:
@@ -56,13 +58,17 @@ def create_admin(
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def reference() -> str:
-        return reference_page(app.openapi())
+        return reference_page(document(app))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Json:
+        return document(app)
 
     @app.get("/health", summary="The admin plane answers.")
     async def health() -> Json:
         return {"status": "ok"}
 
-    @app.get("/metrics", summary="Prometheus metrics.")
+    @app.get("/metrics", summary="Prometheus metrics.", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -70,35 +76,51 @@ def create_admin(
     async def list_workers() -> Json:
         return {"workers": workers_view(registry, fleet)}
 
-    @app.post("/admin/workers", status_code=202, summary="Register a worker; it is asked in the background.")
+    @app.post(
+        "/admin/workers",
+        status_code=202,
+        summary="Register a worker; it is asked in the background.",
+        responses=errors(400, 409),
+    )
     async def add_worker(spec: WorkerSpec) -> Json:
         worker = registry.add(spec)
         return ranks_by_slot(worker.name)
 
-    @app.get("/admin/workers/{name}", summary="One worker.")
+    @app.get("/admin/workers/{name}", summary="One worker.", responses=errors(404))
     async def show_worker(name: str) -> Json:
         return ranks_by_slot(name)
 
-    @app.delete("/admin/workers/{name}", status_code=204, summary="Forget a worker; requests on it may finish.")
+    @app.delete(
+        "/admin/workers/{name}",
+        status_code=204,
+        summary="Forget a worker; requests on it may finish.",
+        responses=errors(400, 404),
+    )
     async def remove_worker(name: str) -> None:
         await registry.remove(name)
 
-    @app.post("/admin/workers/{name}/drain", summary="Give a worker no new sessions.")
+    @app.post("/admin/workers/{name}/drain", summary="Give a worker no new sessions.", responses=errors(400, 404))
     async def drain_worker(name: str) -> Json:
         registry.drain(name)
         return ranks_by_slot(name)
 
-    @app.post("/admin/workers/{name}/undrain", summary="Take a drain back.")
+    @app.post("/admin/workers/{name}/undrain", summary="Take a drain back.", responses=errors(400, 404))
     async def undrain_worker(name: str) -> Json:
         registry.undrain(name)
         return ranks_by_slot(name)
 
-    @app.post("/admin/workers/{name}/reset_cache", summary="Empty a worker's prefix cache.")
+    @app.post(
+        "/admin/workers/{name}/reset_cache", summary="Empty a worker's prefix cache.", responses=errors(400, 404, 502)
+    )
     async def reset_worker(name: str) -> Json:
         await registry.reset_cache(name)
         return ranks_by_slot(name)
 
-    @app.get("/admin/sessions", summary="Sessions with a home, the most recently used first.")
+    @app.get(
+        "/admin/sessions",
+        summary="Sessions with a home, the most recently used first.",
+        responses=errors(400),
+    )
     async def list_sessions(limit: Annotated[int, Query(ge=1, le=10_000)] = 100) -> Json:
         return {"sessions": sessions_view(fleet, limit=limit), "total": len(fleet.sessions)}
 
@@ -156,6 +178,8 @@ def _from_http(error: Exception) -> RequestError:
         case 404:
             return NotFound("The admin plane has no such path; /docs lists them.")
         case 405:
-            return MethodNotAllowed("This path does not take that method; /docs lists what it takes.")
+            refusal = MethodNotAllowed("This path does not take that method; /docs lists what it takes.")
+            refusal.headers = tuple((name.lower(), value) for name, value in (error.headers or {}).items())
+            return refusal
         case _:
             return BadRequest(str(error.detail))

@@ -12,7 +12,10 @@ from router.errors import RequestError, Unauthorized, to_answer
 from router.wire.headers import presented_keys
 
 #: Browsers ask their user for the second; the key is the password, whatever the name.
-_CHALLENGES: Final = ('Bearer realm="homing admin"', 'Basic realm="homing admin", charset="UTF-8"')
+_CHALLENGES: Final = (
+    ("www-authenticate", 'Bearer realm="homing admin"'),
+    ("www-authenticate", 'Basic realm="homing admin", charset="UTF-8"'),
+)
 
 
 class KeyGate:
@@ -28,7 +31,7 @@ class KeyGate:
                 self._keyring.admit(presented_keys(scope["headers"]), Role.ADMIN)
             except RequestError as error:
                 if isinstance(error, Unauthorized):
-                    error.challenges = _CHALLENGES
+                    error.headers = _CHALLENGES
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -251,7 +251,8 @@ class DataPlane:
             return self._answer_empty(exchange, allow=", ".join(allowed))
         if method not in allowed:
             error = MethodNotAllowed(f"The method {method} is not allowed here.")
-            return self._answer_error(exchange, error, lines=f"allow: {', '.join(allowed)}\r\n".encode())
+            error.headers = (("allow", ", ".join(allowed)),)
+            raise error
         if isinstance(route, Endpoint):
             return await self._forwarder.forward(exchange, route)
         return self._answer_own(exchange, route)
@@ -281,7 +282,7 @@ class DataPlane:
         exchange.client.start(b"HTTP/1.1 204 No Content\r\n", lines, has_length=True)
         exchange.client.end()
 
-    def _answer_error(self, exchange: Exchange, error: Exception, *, lines: bytes = b"") -> None:
+    def _answer_error(self, exchange: Exchange, error: Exception) -> None:
         """Answer with an error, unless an answer has begun: then the connection breaks off."""
         known = error if isinstance(error, RequestError) else RequestError("")
         self._instruments.error(known.code)
@@ -289,7 +290,7 @@ class DataPlane:
             exchange.trace.failed(known.code)
         if not exchange.client.begun:
             exchange.status = known.status
-            exchange.client.answer_error(error, lines=lines + self._id_line(exchange), dialect=exchange.dialect)
+            exchange.client.answer_error(error, lines=self._id_line(exchange), dialect=exchange.dialect)
 
     @staticmethod
     def _id_line(exchange: Exchange) -> bytes:
