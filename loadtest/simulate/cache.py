@@ -38,7 +38,7 @@ class RunCache:
         return found
 
     def take(self, path: Path, extra: int) -> bool:
-        """Pin the whole path and reserve ``extra`` blocks, evicting what it must. False: no room beside what is pinned."""
+        """Pin the whole path and reserve ``extra`` blocks, evicting what it must. False: no room beside the pinned."""
         total = sum(blocks for _, blocks in path)
         need = total - self.match(path) + extra
         newly_pinned = sum(self.resident.get(run, 0) for run, _ in path if run not in self._pins)

@@ -1,7 +1,7 @@
 """One rank of a continuous-batching engine as a fluid: work flows at rates that change only when something happens.
 
 Prompts are computed one after another, first come first served, in quanta of 150 ms between which all running requests
-decode one step. A prompt starts when it and its reply fit beside what is in use; the first in the queue blocks the rest.
+decode one step. A prompt starts when it and its reply fit beside what is in use; the first in the queue blocks others.
 Its blocks can be reused, and are announced, when its prefill is done; a reply's blocks are not kept.
 """
 

@@ -313,7 +313,7 @@ class World:
             binding = self._sessions.start(MODEL, request.session, slot=slot, now=self.now)
         visit = None
         if self._admission is not None:
-            visit = self._admission.start(asked, self._views[slot], now=self.now)
+            visit = self._admission.start(asked, slot, self._view, now=self.now)
         claim = self._loads.open(
             slot,
             prompt_tokens=request.prompt_tokens,
