@@ -147,7 +147,7 @@ def _help(knob: Knob) -> str:
         if isinstance(default, bool)
         else default
     )
-    note = f"default: {shown}" if shown != "" else ""
+    note = f"default: {shown}" if shown not in ("", None) else ""
     return " ".join(part for part in (knob.field.description, f"({note})" if note else "") if part)
 
 

@@ -53,7 +53,7 @@ class FakePrepared:
 
 @dataclass
 class FakeBrain:
-    """Chooses the first target that has not failed. Knows the model ``m``."""
+    """Chooses the first target that has not failed. Knows the model ``m``, also as ``alias``."""
 
     targets: Sequence[Target]
     leases: list[FakeLease] = field(default_factory=list)
@@ -68,9 +68,9 @@ class FakeBrain:
             await self.preparing.wait()
         if request.model == "bug":
             raise ZeroDivisionError
-        if request.model != "m":
+        if request.model not in ("m", "alias"):
             raise NotFound(f"The model '{request.model}' does not exist.", code="model_not_found", param="model")
-        return FakePrepared(request.model)
+        return FakePrepared("m")
 
     def choose(self, prepared: FakePrepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         for slot, target in enumerate(self.targets):

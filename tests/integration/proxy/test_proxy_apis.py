@@ -171,6 +171,14 @@ async def test_every_endpoint_passes_unchanged(path: str) -> None:
         assert it.count("homing_requests_total", endpoint=endpoint, status="200") == 1
 
 
+async def test_an_alias_reaches_the_worker_as_the_model_s_own_name() -> None:
+    """The one edit of a body besides the rank; nothing else of it changes."""
+    body = b'{"prompt": "alias", "model":"alias" , "seed": 1.0}'
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        await it.ask(body, path="/v1/completions")
+        assert worker.requests[0].body == b'{"prompt": "alias", "model":"m" , "seed": 1.0}'
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_endpoint_is_sent_to_a_rank(path: str) -> None:
     """The rank is named in header and body whatever is asked."""
