@@ -23,7 +23,9 @@ from structlog.typing import FilteringBoundLogger
 
 from router.access import Access
 from router.admin.api import create_admin
+from router.admin.explain import sampled_log
 from router.errors import ConfigError
+from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Hooks, Registry, Worker
 from router.proxy.brain import RouterBrain
@@ -91,7 +93,8 @@ class Router:
         self._shared = _shared_state(settings, metrics, log)
         fleet = Fleet(settings.routing, metrics, clock=time.monotonic, shared=self._shared)
         self._fleet = fleet
-        brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics)
+        decisions = DecisionLog(on_close=sampled_log(log, ratio=settings.routing.log_decisions_ratio))
+        brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics, decisions=decisions)
         use_local(brain, settings.models)
 
         async def learn(worker: Worker) -> None:
@@ -131,6 +134,7 @@ class Router:
             policy=settings.routing.policy,
             version=_version(),
             keyring=self._access.keyring,
+            explainer=brain,
         )
         self._admin = _AdminServer(admin, self._access.admin_tls)
         self._admin_socket: socket.socket | None = None

@@ -210,6 +210,9 @@ class RoutingSettings(_Slice):
     max_sessions: Annotated[int, Field(ge=1)] = 200_000
     max_index_blocks: Annotated[int, Field(ge=1024)] = 8_000_000
     session_headers: tuple[str, ...] = Field((), description="Headers that name a session, before all others.")
+    log_decisions_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Share of requests whose decisions are written to the log, with what came of them."
+    )
 
 
 class ProbeSettings(_Slice):

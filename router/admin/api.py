@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from router.admin.explain import Explainer, explain_routes
 from router.admin.gate import KeyGate, error_response
 from router.admin.reference import document, errors, reference_page
 from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
@@ -32,6 +33,7 @@ def create_admin(
     policy: str,
     version: str,
     keyring: Keyring | None = None,
+    explainer: Explainer | None = None,
 ) -> FastAPI:
     """The admin app. Its handlers run on the event loop that owns the fleet. ``keyring`` None: it asks for no key."""
     page = (files("router.admin") / "console.html").read_text(encoding="utf-8")
@@ -128,6 +130,8 @@ def create_admin(
     async def show_fleet() -> Json:
         return fleet_view(registry, fleet, metrics, policy=policy)
 
+    if explainer is not None:
+        app.include_router(explain_routes(explainer))
     return app
 
 

@@ -8,6 +8,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +22,7 @@ from router.core.seen import SeenPrefixes
 from router.core.session import Binding, identify
 from router.core.types import Decision, Engine, RankStatus, RouteRequest, SessionKey
 from router.errors import NotFound, NoWorker
+from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet, Member
 from router.proxy.token_cache import Chain
 from router.proxy.tokenization import Prompt, PromptTokenizer
@@ -31,6 +33,8 @@ from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.openai import Endpoint, InferenceRequest, Usage
 from router.wire.text_keys import chat_text, prompt_text, text_bytes, text_keys
 
+#: The header that names a request, as the data plane gives it here and to the client.
+REQUEST_ID = "x-request-id"
 #: After a request has ended its blocks still count for so long: the engine's events may be that late.
 PROVISIONAL_SECONDS = 2.0
 #: Without a tokenizer a token is taken for so many bytes of text.
@@ -59,6 +63,7 @@ class PreparedRequest:
     plain_seed: int | None = None
     text_keys: Sequence[int] = ()
     ideal_tokens: int = 0
+    decided: Decided | None = None
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def know_keys(self, keys: Mapping[Chain, Sequence[int]]) -> None:
@@ -98,7 +103,10 @@ Promise = tuple[PrefixIndex, Ticket]
 class RouterBrain:
     """Implements ``proxy.types.Brain`` over a ``Fleet``."""
 
-    def __init__(self, fleet: Fleet, *, settings: RoutingSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, fleet: Fleet, *, settings: RoutingSettings, metrics: Metrics, decisions: DecisionLog | None = None
+    ) -> None:
+        self.decisions = DecisionLog() if decisions is None else decisions
         self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
@@ -184,7 +192,32 @@ class RouterBrain:
         keyed = "tokens" if tokens is not None else "text" if prepared.text_keys else "none"
         self._metrics.prompts.labels(keyed).inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
+        prepared.decided = Decided(
+            request_id=headers.get(REQUEST_ID, ""),
+            model=model,
+            tenant=tenant,
+            session=session_hash(session),
+            home=None,
+            keyed=keyed,
+            prompt_tokens=prepared.prompt_tokens,
+            ideal_tokens=prepared.ideal_tokens,
+        )
         return prepared
+
+    async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
+        """Decide about a request without sending it. Nothing but its having been seen is remembered."""
+        prepared = await self.prepare(request, headers, tenant=tenant)
+        assert prepared.decided is not None
+        now = self._fleet.clock()
+        route = self._route(prepared, exclude=frozenset(), now=now)
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())  # the draw that the next request will have
+        decision = copy(self._policy)(self._fleet.view, route, rng, now)
+        if decision is None:
+            raise NoWorker(f"No worker is ready for {prepared.model!r} now.")
+        prepared.decided.request_id = ""
+        self.decisions.add(prepared.decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
+        return prepared.decided
 
     async def _tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
         """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
@@ -233,16 +266,7 @@ class RouterBrain:
         fleet = self._fleet
         now = fleet.clock()
         self._expire(now)
-        home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
-        request = RouteRequest(
-            model=prepared.model,
-            prompt_tokens=prepared.prompt_tokens,
-            output_tokens=prepared.output_tokens,
-            reusable_tokens=self._reusable(prepared, home),
-            session=prepared.session,
-            home=home,
-            exclude=exclude,
-        )
+        request = self._route(prepared, exclude=exclude, now=now)
         decision = self._policy(fleet.view, request, self._rng, now)
         self._metrics.decision_seconds.observe(fleet.clock() - now)
         if decision is None:
@@ -251,7 +275,33 @@ class RouterBrain:
             )
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
         member = fleet.member(decision.slot)
-        return Attempt(target=member.target, decision=decision, lease=self._open(prepared, decision, member, now=now))
+        lease = self._open(prepared, decision, member, now=now)
+        self._note(lease, request, now=now)
+        return Attempt(target=member.target, decision=decision, lease=lease)
+
+    def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
+        """What the policy is asked, as of now."""
+        fleet = self._fleet
+        home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
+        return RouteRequest(
+            model=prepared.model,
+            prompt_tokens=prepared.prompt_tokens,
+            output_tokens=prepared.output_tokens,
+            reusable_tokens=self._reusable(prepared, home),
+            session=prepared.session,
+            home=home,
+            exclude=exclude,
+        )
+
+    def _note(self, lease: _Lease, request: RouteRequest, *, now: float) -> None:
+        """Remember the decision for whoever asks why."""
+        decided, view = lease.prepared.decided, self._fleet.view
+        if decided is None or not decided.request_id:
+            return
+        if not decided.attempts:
+            decided.home = next((rank.id for rank in view.ranks if rank.slot == request.home), None)
+            self.decisions.open(decided)
+        lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
 
     def _reusable(self, prepared: PreparedRequest, home: int | None = None) -> Mapping[int, int]:
         reusable: dict[int, int] = {}
@@ -370,6 +420,8 @@ class RouterBrain:
     # --- called by leases -------------------------------------------------------------------------------
 
     def _first_byte(self, lease: _Lease) -> None:
+        if lease.noted is not None:
+            lease.noted.first_token_seconds = self._fleet.clock() - lease.noted.started
         if not lease.promises:
             self._promise_prompt(lease)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
@@ -405,6 +457,12 @@ class RouterBrain:
             prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
             actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
             self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
+        if lease.noted is not None and prepared.decided is not None:
+            lease.noted.outcome = outcome
+            lease.noted.seconds = now - lease.noted.started
+            if usage is not None:
+                lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            self.decisions.close(prepared.decided, lease.noted)
 
     def _compare(self, lease: _Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
         metrics, member, decision = self._metrics, lease.member, lease.decision
@@ -429,7 +487,7 @@ class RouterBrain:
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
-    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "prepared", "promises")
+    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "noted", "prepared", "promises")
 
     def __init__(
         self,
@@ -447,6 +505,7 @@ class _Lease:
         self.member = member
         self.claim = claim
         self.binding = binding
+        self.noted: Attempted | None = None
         self.promises: list[Promise] = []
 
     def first_byte(self) -> None:

@@ -116,6 +116,7 @@ class Forwarder:
         request = exchange.request
         inference = openai.parse_request(endpoint, request.body)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        headers[names.REQUEST_ID.decode()] = exchange.request_id.decode()
         prepared = await self._brain.prepare(inference, headers, tenant=exchange.tenant)
         if prepared.model != inference.model:  # an alias
             inference = openai.with_model(inference, prepared.model)

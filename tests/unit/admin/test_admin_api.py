@@ -16,6 +16,7 @@ from router.core.types import Engine, RankId, RankStatus, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
 from router.fleet.target import Target
+from router.proxy.brain import RouterBrain
 from router.settings import ProbeSettings, RoutingSettings, WorkerSpec
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
@@ -38,7 +39,8 @@ class Plane:
             clock=lambda: NOW,
             wall_clock=lambda: NOW,
         )
-        app = create_admin(self.registry, self.fleet, self.metrics, policy="affinity", version="1.2.3")
+        brain = RouterBrain(self.fleet, settings=RoutingSettings(), metrics=self.metrics)
+        app = create_admin(self.registry, self.fleet, self.metrics, policy="affinity", version="1.2.3", explainer=brain)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
     def enter_rank(self, name: str) -> int:

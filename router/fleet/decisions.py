@@ -1,0 +1,171 @@
+"""The last decisions with their evidence: every rank's price, what was expected and what came of it.
+
+Bounded twice, by requests and by priced ranks. Holds no text of a prompt, and sessions only as hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from router.core.types import Decision, FleetView, Price, RankId, Reason, SessionKey
+
+MAX_REQUESTS = 1000
+MAX_ROWS = 200_000
+_PRICE_FIELDS = len(Price._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """One rank as a decision saw it. Without a price where the policy sets none, or the rank was no candidate."""
+
+    id: RankId
+    reusable_tokens: int
+    trust_ratio: float
+    price: Price | None
+
+
+@dataclass(slots=True)
+class Attempted:
+    """One attempt. What came of it is None until it is over, and where the worker does not say.
+
+    ``slots``, ``trusts`` and the flat ``prices`` are what ``ranks`` unpacks: a decision is taken thousands of times
+    for each time that somebody looks at it.
+    """
+
+    id: RankId
+    reason: Reason
+    expected_cached_tokens: int
+    best_cached_tokens: int
+    expected_prefill_seconds: float
+    started: float
+    slots: Sequence[tuple[int, RankId]]
+    trusts: array[float]
+    prices: array[float]
+    reusable_tokens: Mapping[int, int]
+    first_token_seconds: float | None = None
+    seconds: float | None = None
+    outcome: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+    def ranks(self) -> Iterator[Weighed]:
+        """Every rank that was known, by slot."""
+        rows = (self.prices[at : at + _PRICE_FIELDS] for at in range(0, len(self.prices), _PRICE_FIELDS))
+        prices = {int(row[0]): Price(int(row[0]), *row[1:]) for row in rows}
+        for (slot, rank_id), trust in zip(self.slots, self.trusts, strict=True):
+            yield Weighed(rank_id, self.reusable_tokens.get(slot, 0), trust, prices.get(slot))
+
+
+@dataclass(slots=True)
+class Decided:
+    """One request and its attempts. ``session`` is a hash; ``keyed`` says how its prompt was recognised."""
+
+    request_id: str
+    model: str
+    tenant: str
+    session: str | None
+    home: RankId | None
+    keyed: str
+    prompt_tokens: int
+    ideal_tokens: int
+    attempts: list[Attempted] = field(default_factory=list)
+
+
+class DecisionLog:
+    """The last decisions by request id; of two requests with one id, the later.
+
+    ``on_close`` hears of each attempt as it ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int = MAX_REQUESTS,
+        max_rows: int = MAX_ROWS,
+        on_close: Callable[[Decided, Attempted], None] | None = None,
+    ) -> None:
+        self._max_requests = max_requests
+        self._max_rows = max_rows
+        self._on_close = on_close
+        self._decided: OrderedDict[str, Decided] = OrderedDict()
+        self._rows = 0
+        self._slots: tuple[int, Sequence[tuple[int, RankId]]] = (-1, ())
+
+    def __len__(self) -> int:
+        return len(self._decided)
+
+    def open(self, decided: Decided) -> None:
+        """A request whose attempts will follow."""
+        self._drop(self._decided.pop(decided.request_id, None))
+        self._decided[decided.request_id] = decided
+
+    def add(
+        self, decided: Decided, decision: Decision, *, view: FleetView, reusable: Mapping[int, int], now: float
+    ) -> Attempted:
+        """An attempt begins."""
+        attempted = attempt_of(decision, slots=self._known(view), view=view, reusable=reusable, now=now)
+        decided.attempts.append(attempted)
+        if self._decided.get(decided.request_id) is decided:
+            self._rows += len(attempted.slots)
+        while len(self._decided) > self._max_requests or (self._rows > self._max_rows and len(self._decided) > 1):
+            self._drop(self._decided.popitem(last=False)[1])
+        return attempted
+
+    def close(self, decided: Decided, attempted: Attempted) -> None:
+        """The attempt is over, and says how."""
+        if self._on_close is not None:
+            self._on_close(decided, attempted)
+
+    def find(self, request_id: str) -> Decided | None:
+        """The request of that id, if it is still remembered."""
+        return self._decided.get(request_id)
+
+    def recent(self, limit: int) -> list[Decided]:
+        """The last requests, the latest first."""
+        latest = reversed(self._decided.values())
+        return [decided for decided, _ in zip(latest, range(limit), strict=False)]
+
+    def _known(self, view: FleetView) -> Sequence[tuple[int, RankId]]:
+        """Slots and names of a view's ranks, shared by all attempts under it."""
+        if self._slots[0] != view.version:
+            self._slots = (view.version, tuple((rank.slot, rank.id) for rank in view.ranks))
+        return self._slots[1]
+
+    def _drop(self, decided: Decided | None) -> None:
+        if decided is not None:
+            self._rows -= sum(len(attempted.slots) for attempted in decided.attempts)
+
+
+def attempt_of(
+    decision: Decision,
+    *,
+    slots: Sequence[tuple[int, RankId]],
+    view: FleetView,
+    reusable: Mapping[int, int],
+    now: float,
+) -> Attempted:
+    """What there is to say of a decision when it is taken."""
+    return Attempted(
+        id=decision.id,
+        reason=decision.reason,
+        expected_cached_tokens=decision.expected_cached_tokens,
+        best_cached_tokens=decision.best_cached_tokens,
+        expected_prefill_seconds=decision.expected_prefill_seconds,
+        started=now,
+        slots=slots,
+        trusts=array("d", [rank.trust.ratio for rank in view.ranks]),
+        prices=array("d", chain.from_iterable(decision.prices)),
+        reusable_tokens=reusable,
+    )
+
+
+def session_hash(session: SessionKey | None) -> str | None:
+    """A name for a session by which its requests are told apart and nobody is recognised."""
+    if session is None:
+        return None
+    return hashlib.blake2s("\x00".join(session).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
