@@ -20,11 +20,12 @@ class GroupKind(StrEnum):
 
     FULL = "full_attention"
     WINDOW = "sliding_window"
+    STATE = "mamba"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one page table and one pool.
+    """Layers that share one page table and one pool. Of a state group a *page* is one slot, with one sequence's state.
 
     ``window_tokens`` counts the query itself: position q reads keys in (q - window, q]
     (vLLM's and transformers' convention; SGLang's number is one less).
@@ -40,17 +41,24 @@ class CacheGroup:
 class CacheLayout:
     """The cache of one rank: groups and, for each, how many pages its pool has (null page included).
 
-    Group 0 is always the full-attention group; a window group, if the model has one, is group 1.
+    Group 0 is always the full-attention group; of window and state groups there is one each at most. Long prompts
+    leave a state every ``checkpoint_tokens`` (a multiple of the page).
     """
 
     page_tokens: int
     groups: tuple[CacheGroup, ...]
     pages: tuple[int, ...]
+    checkpoint_tokens: int = 2048
 
     @property
     def window(self) -> CacheGroup | None:
         """The sliding-window group, if there is one."""
         return next((group for group in self.groups if group.kind is GroupKind.WINDOW), None)
+
+    @property
+    def state(self) -> CacheGroup | None:
+        """The group of recurrent layers, if there is one."""
+        return next((group for group in self.groups if group.kind is GroupKind.STATE), None)
 
     def window_pages(self) -> int:
         """Pages before a match boundary that must be resident in the window group: ceil((W-1)/page)."""
@@ -90,7 +98,9 @@ class Request:
         reused from the tree   | run through layers | still to run (prefill rest, or the last sampled token)
 
     ``tables[g][i]`` is the page of group g that holds positions [i*page, (i+1)*page), or NULL_PAGE
-    where the window has passed.
+    where the window has passed. Of a state group the table is ``[slot to read, slot to write]``: the state after the
+    computed tokens (NULL_PAGE: there are none, the state is zero) and where the next chunk leaves its own; both may
+    be one slot.
     """
 
     id: str
@@ -155,8 +165,8 @@ class Runner(Protocol):
     """Runs a batch: writes its keys and values into the pools, returns sampled tokens.
 
     Pages are written only at positions of the batch's chunks; every other position of a table is
-    read only. Returns one token for each chunk with ``samples``, in order. Synchronous; called from
-    the rank's own thread.
+    read only, and so is a state slot that is not the slot to write. Returns one token for each chunk with
+    ``samples``, in order. Synchronous; called from the rank's own thread.
     """
 
     def run(self, batch: Batch) -> list[int]: ...

@@ -2,7 +2,8 @@
 
 Every page is named by its block key (``router.wire.block_keys``), chained from the namespace's seed. Events are
 *dense*: one hash for each page and exactly that page's tokens, also where a window group is resident only
-at the end of a chain. They come in the order in which the tree changed, so replaying them gives what is resident.
+at the end of a chain. A recurrent state is told as the one page that ends where it stands. They come in the order in
+which the tree changed, so replaying them gives what is resident.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine_shim.cache.node import Node
-from engine_shim.types import CacheGroup, CacheLayout
+from engine_shim.types import CacheGroup, CacheLayout, GroupKind
 from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -45,13 +46,17 @@ class EventRecorder:
     _latest: dict[int, _Stored | _Removed] = field(default_factory=dict)
 
     def stored(self, group: int, node: Node) -> None:
-        """The pages of a node are resident in this group now."""
+        """The pages of a node, or the state at its end, are resident in this group now."""
         latest, parent = self._latest.get(group), node.parent_hash
+        hashes, tokens = node.hashes, node.tokens
+        if self.layout.groups[group].kind is GroupKind.STATE:
+            parent = hashes[-2] if len(hashes) > 1 else parent
+            hashes, tokens = hashes[-1:], tokens[-self.layout.page_tokens :]
         if isinstance(latest, _Stored) and parent is not None and latest.hashes[-1] == parent:
-            latest.hashes += node.hashes
-            latest.tokens += node.tokens
+            latest.hashes += hashes
+            latest.tokens += tokens
         else:
-            self._open(group, _Stored(parent, node.namespace, list(node.hashes), list(node.tokens)))
+            self._open(group, _Stored(parent, node.namespace, list(hashes), list(tokens)))
 
     def removed(self, group: int, hashes: Sequence[int]) -> None:
         """Pages with these hashes are gone from this group."""

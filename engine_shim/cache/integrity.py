@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from engine_shim.cache.node import Node, Recency
+from engine_shim.cache.component import Component
+from engine_shim.cache.node import Node
 from engine_shim.cache.radix import FULL, RadixCache, Receipt
-from engine_shim.types import NULL_PAGE
+from engine_shim.types import NULL_PAGE, GroupKind
 from router.wire.block_keys import block_keys
 
 
@@ -20,89 +21,91 @@ def check_integrity(cache: RadixCache, *, held: Sequence[Collection[int]], recei
 
     ``held[g]`` are the pages of group g that requests own, ``receipts`` all locks that were not released.
 
-    - Links go both ways, keys and hashes follow from the tokens, and every run has one full page a page and
-      as many window pages or none.
+    - Links go both ways, keys and hashes follow from the tokens, and every run has one full page a page, as many
+      window pages or none, and one state or none. No leaf without readers is of no use.
     - Each page of a pool is free, the tree's or a request's: exactly one of them.
-    - Lock counts are those that the receipts add up to.
-    - The two orders of eviction list exactly what is unlocked, count their pages right, and no parent is
-      older than its child.
+    - Lock counts are those that the receipts add up to; what is locked is there; full locks are the most.
+    - The orders of eviction list exactly what is unlocked, count their pages right, and no parent is
+      older than its child in the full one.
     """
     nodes = list(cache.nodes())
     for node in nodes:
-        _check_node(node, page=cache.layout.page_tokens)
-    _check_pages(cache, nodes, held)
+        _check_node(cache, node)
     _check_locks(cache, nodes, list(receipts))
-    _check_order(cache.full_unlocked, [node for node in nodes if not node.full_locks])
-    _check_order(cache.window_unlocked, [node for node in nodes if node.window and not node.window_locks])
-    place = {node: index for index, node in enumerate(cache.full_unlocked)}
+    for component in cache.components:
+        _check_pages(component, nodes, held[component.index])
+        _check_order(component, nodes)
+    place = {node: index for index, node in enumerate(cache.components[FULL].unlocked)}
     for node in place:
         if node.parent in place and place[node.parent] < place[node]:
             raise IntegrityError(f"{_name(node)} is more recent than its parent")
 
 
-def _check_node(node: Node, *, page: int) -> None:
-    parent = node.parent
+def _check_node(cache: RadixCache, node: Node) -> None:
+    parent, page = node.parent, cache.layout.page_tokens
     if parent is None or parent.children.get(node.tokens[:page]) is not node:
         raise IntegrityError(f"{_name(node)} is not where its parent looks for it")
     if node.namespace != parent.namespace:
         raise IntegrityError(f"{_name(node)} lies in another namespace than its parent")
-    if not node.full or len(node.tokens) != len(node.full) * page:
-        raise IntegrityError(f"{_name(node)} has {len(node.tokens)} tokens on {len(node.full)} full pages")
-    if node.window is not None and len(node.window) != len(node.full):
-        raise IntegrityError(f"{_name(node)} has {len(node.window)} window pages, {len(node.full)} full ones")
     if node.hashes != block_keys(node.tokens, block_tokens=page, parent=parent.hashes[-1]):
         raise IntegrityError(f"the hashes of {_name(node)} do not follow from its tokens")
+    if not node.pages or len(node.tokens) != node.pages * page:
+        raise IntegrityError(f"{_name(node)} has {len(node.tokens)} tokens on {node.pages} pages")
+    for group, pages in zip(cache.layout.groups, node.held, strict=True):
+        expected = 1 if group.kind is GroupKind.STATE else node.pages
+        if len(pages or ()) != expected and (pages is not None or group.index == FULL):
+            raise IntegrityError(f"{_name(node)} has {len(pages or ())} pages of group {group.index}, not {expected}")
+    if not node.children and not node.locks[FULL] and not all(c.serves(node) for c in cache.components):
+        raise IntegrityError(f"{_name(node)} is a leaf that serves nobody")
 
 
-def _check_pages(cache: RadixCache, nodes: list[Node], held: Sequence[Collection[int]]) -> None:
-    for group, pool in enumerate(cache.pools):
-        owners = Counter(pool.free_set())
-        owners.update(held[group])
-        for node in nodes:
-            owners.update((node.full if group == FULL else node.window) or ())
-        for page in range(NULL_PAGE + 1, pool.total + 1):
-            if owners[page] != 1:
-                raise IntegrityError(f"page {page} of group {group} has {owners[page]} owners, expected one")
-        if len(owners) != pool.total or pool.free_pages != len(pool.free_set()):
-            raise IntegrityError(f"group {group} has pages that are not of its pool, or free ones twice")
+def _check_pages(component: Component, nodes: list[Node], held: Collection[int]) -> None:
+    pool, group = component.pool, component.index
+    owners = Counter(pool.free_set())
+    owners.update(held)
+    for node in nodes:
+        owners.update(node.held[group] or ())
+    for page in range(NULL_PAGE + 1, pool.total + 1):
+        if owners[page] != 1:
+            raise IntegrityError(f"page {page} of group {group} has {owners[page]} owners, expected one")
+    if len(owners) != pool.total or pool.free_pages != len(pool.free_set()):
+        raise IntegrityError(f"group {group} has pages that are not of its pool, or free ones twice")
 
 
 def _check_locks(cache: RadixCache, nodes: list[Node], receipts: list[Receipt]) -> None:
-    full: Counter[Node] = Counter()
-    window: Counter[Node] = Counter()
+    known = set(nodes)
+    for group, component in enumerate(cache.components):
+        counts: Counter[Node] = Counter()
+        for receipt in receipts:
+            counts.update(component.covered(receipt.node, receipt.extents[group], _refuse_to_cut))
+        if not counts.keys() <= known:
+            raise IntegrityError("a locked node is not in the tree any more")
+        for node in nodes:
+            if node.locks[group] != counts[node]:
+                raise IntegrityError(
+                    f"{_name(node)} has {node.locks[group]} locks in group {group}, its receipts are {counts[node]}"
+                )
+            if node.locks[group] and (node.held[group] is None or node.locks[group] > node.locks[FULL]):
+                raise IntegrityError(f"{_name(node)} is locked in group {group}, but not there or not in the full one")
     for receipt in receipts:
-        left = receipt.window_pages
-        path = list(receipt.node.path())
-        if sum(len(node.full) for node in path) != receipt.pages:
+        if sum(node.pages for node in receipt.node.path()) != receipt.pages:
             raise IntegrityError(f"a receipt for {receipt.pages} pages ends elsewhere")
-        for node in path:
-            full[node] += 1
-            if left > 0:
-                window[node] += 1
-                left -= len(node.full)
-        if left != 0:
-            raise IntegrityError("a window lock does not begin where a node does")
-    for node in nodes:
-        if (node.full_locks, node.window_locks) != (full[node], window[node]):
-            raise IntegrityError(
-                f"{_name(node)} has {node.full_locks} full and {node.window_locks} window locks, "
-                f"its receipts are {full[node]} and {window[node]}"
-            )
-        if node.window_locks and node.window is None:
-            raise IntegrityError(f"{_name(node)} is a tombstone under a window lock")
-    if set(full) - set(nodes):
-        raise IntegrityError("a locked node is not in the tree any more")
     if cache.receipts != len(receipts):
         raise IntegrityError(f"{cache.receipts} locks counted, {len(receipts)} receipts out")
 
 
-def _check_order(order: Recency, expected: list[Node]) -> None:
-    listed = list(order)
-    if len(listed) != len(expected) or set(listed) != set(expected):
-        raise IntegrityError(f"{len(listed)} nodes may be evicted, {len(expected)} are unlocked")
-    if order.pages != sum(len(node.full) for node in listed):
-        raise IntegrityError(f"{order.pages} pages counted as evictable, not what the nodes hold")
+def _refuse_to_cut(node: Node, pages: int) -> None:
+    raise IntegrityError(f"a window lock begins inside {_name(node)}")
+
+
+def _check_order(component: Component, nodes: list[Node]) -> None:
+    group, listed = component.index, list(component.unlocked)
+    expected = {node for node in nodes if node.held[group] is not None and not node.locks[group]}
+    if len(listed) != len(expected) or set(listed) != expected:
+        raise IntegrityError(f"group {group}: {len(listed)} nodes may be evicted, {len(expected)} are unlocked")
+    if component.unlocked.pages != sum(len(component.held(node)) for node in listed):
+        raise IntegrityError(f"{component.unlocked.pages} pages counted as evictable, not what the nodes hold")
 
 
 def _name(node: Node) -> str:
-    return f"the node {node.namespace!r} {list(node.tokens[:4])}… of {len(node.full)} pages"
+    return f"the node {node.namespace!r} {list(node.tokens[:4])}… of {node.pages} pages"

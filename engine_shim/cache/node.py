@@ -10,26 +10,30 @@ from dataclasses import dataclass, field
 class Node:
     """A run of whole pages that hang below ``parent``: the edge and its end in one.
 
-    ``tokens`` is ``len(full) * page_tokens`` long, ``hashes`` and ``full`` have one entry a page. ``window``
-    has one entry a page too, or is None: a *tombstone*, the window group holds nothing of this run. A child
-    is keyed by the tokens of its first page. A root has no pages; its one hash is the seed of its namespace's
-    chain.
+    ``hashes`` has one entry a page, ``tokens`` is ``page_tokens`` times as long. ``held[g]`` is what cache group g
+    has of this run, or None: a *tombstone* in that group. The full group always has all pages, a window group all
+    or none, a state group the one slot with the state at the run's *end*. ``locks[g]`` counts who reads that.
+    A child is keyed by the tokens of its first page. A root has no pages; its one hash is the seed of its
+    namespace's chain.
     """
 
     namespace: str
     parent: Node | None
     tokens: tuple[int, ...]
     hashes: list[int]
-    full: list[int]
-    window: list[int] | None
+    held: list[list[int] | None]
+    locks: list[int]
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    full_locks: int = 0
-    window_locks: int = 0
 
     @property
     def is_root(self) -> bool:
         """The start of a namespace."""
         return self.parent is None
+
+    @property
+    def pages(self) -> int:
+        """Length of the run; 0 for a root."""
+        return 0 if self.parent is None else len(self.hashes)
 
     @property
     def parent_hash(self) -> int | None:
@@ -87,6 +91,12 @@ class Recency:
         """Become the most recent."""
         self._unlink(node)
         self._link(node, older=self._older[None])
+
+    def clear(self) -> None:
+        """Forget all nodes."""
+        self.pages = 0
+        self._newer = {None: None}
+        self._older = {None: None}
 
     def split(self, upper: Node, lower: Node, *, upper_first: bool) -> None:
         """``upper`` was cut off ``lower``, which is listed: put it directly before or after that."""

@@ -6,7 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from engine_shim.cache.radix import Receipt
-from engine_shim.types import Request
+from engine_shim.types import NULL_PAGE, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,11 @@ class Entry:
                                         ^ receipt.pages
                                                   ^ window_from: the window of the first token of page 9 begins here
 
+    Of a recurrent group it owns up to two slots: the one its next chunk writes (the second entry of its table),
+    and ``kept_slot`` with the state after ``kept_tokens``, the last page boundary that a chunk ended on. The chunk
+    after that reads the kept slot and writes the other one, so no state is ever copied. What the table's first entry
+    names beside these two is the tree's, locked.
+
     ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
     what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
@@ -31,6 +36,8 @@ class Entry:
     request: Request
     receipt: Receipt | None = None
     window_from: int = 0
+    kept_slot: int = NULL_PAGE
+    kept_tokens: int = 0
     stops: list[int] = field(default_factory=list)
     prefilling: bool = True
     admitted: bool = False

@@ -23,7 +23,6 @@ from collections import deque
 from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.radix import WINDOW
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats
@@ -46,17 +45,20 @@ class Scheduler:
         max_context_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        if layout.window is not None and layout.pages[WINDOW] - 1 <= layout.window_pages():
+        if layout.window is not None and layout.pages[layout.window.index] - 1 <= layout.window_pages():
             raise ValueError(
-                f"a window pool of {layout.pages[WINDOW]} pages (one is the null page) is too small: "
+                f"a window pool of {layout.pages[layout.window.index]} pages (one is the null page) is too small: "
                 f"{layout.window_pages()} pages of window and the page in progress must fit"
             )
+        if layout.state is not None and layout.pages[layout.state.index] < 3:
+            raise ValueError("a state pool has a slot to read and one to write at least, beside the null slot")
         if max_running < 1 or chunk_tokens < 1:
             raise ValueError("max_running and chunk_tokens are at least 1")
         self._events = EventRecorder(layout)
         self._memory = Memory(layout, self._events)
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
+        self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
         self._context_tokens = min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1)
         self._eos_token_ids = eos_token_ids
@@ -180,7 +182,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is entry:
                 return
-        chunks[entry] = self._chunk(entry, fitting)
+        chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
 
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
         for entry in tuple(self._waiting):
@@ -204,7 +206,15 @@ class Scheduler:
             self._running.append(entry)
             self._admissions += 1
             self._count_admission(entry)
-            chunks[entry] = self._chunk(entry, fitting)
+            chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
+
+    def _aligned(self, entry: Entry, count: int) -> int:
+        """A prefill chunk cut back to a page boundary, if the cache has a use for that and the chunk holds one."""
+        start = entry.request.computed_tokens
+        if not self._memory.aligns_chunks or count == entry.remaining_tokens:
+            return count
+        aligned = (start + count) // self._page * self._page - start
+        return aligned if aligned > 0 else count
 
     def _find_leader(self, entry: Entry, chunks: dict[Entry, Chunk]) -> None:
         """Look for the running prefill that will store most of this request's prompt, and have it do so in time."""
@@ -244,9 +254,8 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, token: int | None) -> Output | None:
         request = chunk.request
         entry = self._entries[request.id]
-        request.computed_tokens += chunk.count
         self._counters.computed_tokens += chunk.count
-        self._memory.slide(entry, at_prompt_end=entry.prefilling and chunk.samples)
+        self._memory.computed(entry, chunk.count, at_prompt_end=entry.prefilling and chunk.samples)
         if entry.aborted:
             token, request.finish = None, FinishReason.ABORT
         elif token is not None:
@@ -315,14 +324,13 @@ class Scheduler:
     def stats(self) -> Stats:
         """Numbers of this moment and counts since the start."""
         cache = self._memory.cache
-        unlocked = (cache.full_unlocked.pages, cache.window_unlocked.pages)
         return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
             used_pages=tuple(pool.used_pages for pool in cache.pools),
-            evictable_pages=unlocked[: len(cache.pools)],
+            evictable_pages=tuple(component.unlocked.pages for component in cache.components),
             total_pages=tuple(pool.total for pool in cache.pools),
-            evicted_pages=tuple(cache.evicted_pages),
+            evicted_pages=tuple(component.evicted_pages for component in cache.components),
             queried_tokens=self._counters.queried_tokens,
             cached_tokens=self._counters.cached_tokens,
             computed_tokens=self._counters.computed_tokens,

@@ -60,11 +60,11 @@ def _forget_a_page(cache: RadixCache) -> None:
 
 
 def _drop_from_order(cache: RadixCache) -> None:
-    cache.window_unlocked.remove(_leaf(cache), 2)
+    cache.components[1].unlocked.remove(_leaf(cache), 2)
 
 
 def _age_the_parent(cache: RadixCache) -> None:
-    cache.full_unlocked.refresh(_leaf(cache))
+    cache.components[0].unlocked.refresh(_leaf(cache))
 
 
 def _lock_without_receipt(cache: RadixCache) -> None:
@@ -73,13 +73,13 @@ def _lock_without_receipt(cache: RadixCache) -> None:
 
 DAMAGES: list[tuple[Callable[[RadixCache], object], str]] = [
     (_forget_a_page, "0 owners"),
-    (lambda cache: cache.pools[0].free([_leaf(cache).full[0]]), "2 owners"),
+    (lambda cache: cache.pools[0].free([_leaf(cache).held[0][0]]), "2 owners"),
     (_drop_from_order, "may be evicted"),
     (_age_the_parent, "more recent than its parent"),
     (_lock_without_receipt, "locks"),
     (lambda cache: _leaf(cache).hashes.reverse(), "hashes"),
-    (lambda cache: _leaf(cache).window.pop(), "window pages"),
-    (lambda cache: _leaf(cache).full.pop(), "full pages"),
+    (lambda cache: _leaf(cache).held[1].pop(), "pages of group 1"),
+    (lambda cache: _leaf(cache).held[0].pop(), "pages of group 0"),
 ]
 
 

@@ -32,12 +32,15 @@ Name = tuple[str, tuple[int, ...]]  # a page: its namespace and all tokens up to
 Paths = st.tuples(st.integers(0, 3), st.integers(0, 9), st.lists(st.integers(0, 2), max_size=4))
 
 
-def layout_of(page: int, window: int | None) -> CacheLayout:
-    """One full group, and a window group if ``window`` (tokens) is given."""
+def layout_of(page: int, window: int | None, *, state: bool) -> CacheLayout:
+    """One full group, a window group if ``window`` (tokens) is given, and perhaps a state group."""
     full = CacheGroup(0, GroupKind.FULL, (1,))
-    if window is None:
-        return CacheLayout(page, (full,), (POOL_PAGES,))
-    return CacheLayout(page, (full, CacheGroup(1, GroupKind.WINDOW, (0,), window)), (POOL_PAGES, POOL_PAGES))
+    groups = [full]
+    if window is not None:
+        groups.append(CacheGroup(1, GroupKind.WINDOW, (0,), window))
+    if state:
+        groups.append(CacheGroup(len(groups), GroupKind.STATE, (2,)))
+    return CacheLayout(page, tuple(groups), (POOL_PAGES,) * len(groups))
 
 
 @dataclass
@@ -47,19 +50,25 @@ class Reader:
     receipt: Receipt
     namespace: str
     tokens: tuple[int, ...]
-    window_pages: int
+    extents: list[int]
     tables: tuple[list[int], ...]
 
 
 class RadixMachine(RuleBasedStateMachine):
     """Every rule does the same to the tree and to ``stamps``: {page: time of last use} for each group."""
 
-    @initialize(page=st.integers(1, 4), kind=st.sampled_from(["none", "one", "short", "one and a half", "long"]))
-    def start(self, page: int, kind: str) -> None:
+    @initialize(
+        page=st.integers(1, 4),
+        kind=st.sampled_from(["none", "one", "short", "one and a half", "long"]),
+        state=st.booleans(),
+    )
+    def start(self, page: int, kind: str, state: bool) -> None:
         windows = {"none": None, "one": 1, "short": page, "one and a half": page + -(-page // 2), "long": 3 * page}
         window = windows[kind]
         self.page = page
-        self.layout = layout_of(page, window)
+        self.layout = layout_of(page, window, state=state)
+        self.window = self.layout.window.index if self.layout.window else None
+        self.state = self.layout.state.index if self.layout.state else None
         self.groups = len(self.layout.groups)
         self.window_pages = 0 if window is None else -(-(window - 1) // page)
         self.recorder = EventRecorder(self.layout)
@@ -97,9 +106,12 @@ class RadixMachine(RuleBasedStateMachine):
     def locked(self, group: int) -> set[Name]:
         pages: set[Name] = set()
         for reader in self.readers:
-            names = self.names(reader.namespace, reader.tokens)
-            pages.update(names if group == 0 else names[len(names) - reader.window_pages :])
+            pages.update(self.read_by(reader, group))
         return pages
+
+    def read_by(self, reader: Reader, group: int) -> list[Name]:
+        names = self.names(reader.namespace, reader.tokens)
+        return names[len(names) - reader.extents[group] :]
 
     def order(self, group: int) -> list[Name]:
         """Unlocked pages, the next one to go first: oldest use, then full from the leaf and window from the root."""
@@ -114,7 +126,9 @@ class RadixMachine(RuleBasedStateMachine):
             full += 1
         for boundary in range(full, -1, -1):
             needed = names[max(0, boundary - self.window_pages) : boundary]
-            if self.groups == 1 or all(name in self.stamps[1] for name in needed):
+            windowed = not self.window or all(name in self.stamps[self.window] for name in needed)
+            stated = not self.state or boundary == 0 or names[boundary - 1] in self.stamps[self.state]
+            if windowed and stated:
                 return boundary, full
         raise AssertionError("boundary 0 is always usable")
 
@@ -131,18 +145,28 @@ class RadixMachine(RuleBasedStateMachine):
         held_from = max(0, found.pages - self.window_pages)
         assert len(found.tables) == self.groups
         assert [self.content[0][page] for page in found.tables[0]] == names[: found.pages]
-        if self.groups == 2:
-            assert found.tables[1][:held_from] == [NULL_PAGE] * held_from
-            assert [self.content[1][page] for page in found.tables[1][held_from:]] == names[held_from : found.pages]
+        if window := self.window:
+            table = found.tables[window]
+            assert table[:held_from] == [NULL_PAGE] * held_from
+            assert [self.content[window][page] for page in table[held_from:]] == names[held_from : found.pages]
+        if self.state:
+            source, target = found.tables[self.state]
+            assert target == NULL_PAGE
+            assert (source != NULL_PAGE) == (found.pages > 0)
+            assert source == NULL_PAGE or self.content[self.state][source] == names[found.pages - 1]
         return found
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=Paths)
     def lock(self, namespace: str, path: PathDraw) -> None:
         tokens = self.tokens(self.path(*path))
         found = self._match(namespace, tokens)
-        window_pages = min(self.window_pages, found.pages)
+        extents = [found.pages]
+        if self.window:
+            extents.append(min(self.window_pages, found.pages))
+        if self.state:
+            extents.append(min(1, found.pages))
         self.readers.append(
-            Reader(self.cache.lock(found), namespace, tokens[: found.pages * self.page], window_pages, found.tables)
+            Reader(self.cache.lock(found), namespace, tokens[: found.pages * self.page], extents, found.tables)
         )
 
     @precondition(lambda self: self.readers)
@@ -150,57 +174,79 @@ class RadixMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         reader = self.readers.pop(index % len(self.readers))
         self.cache.release(reader.receipt)
-        names = self.names(reader.namespace, reader.tokens)
-        self.use(0, names)
-        self.use(1, names[len(names) - reader.window_pages :])
+        for group in range(self.groups):
+            self.use(group, self.read_by(reader, group))
+        self.prune()
 
     @precondition(lambda self: self.readers)
-    @rule(index=Index, keep=st.integers(0, 3))
-    def trim(self, index: int, keep: int) -> None:
+    @rule(index=Index, keep=st.integers(0, 3), group=st.integers(1, 2))
+    def trim(self, index: int, keep: int, group: int) -> None:
         reader = self.readers[index % len(self.readers)]
-        keep = min(keep, reader.window_pages)
-        reader.receipt = self.cache.trim_window(reader.receipt, keep)
-        names = self.names(reader.namespace, reader.tokens)
-        self.use(1, names[len(names) - reader.window_pages : len(names) - keep])
-        reader.window_pages = keep
+        if group >= self.groups:
+            return
+        before = self.read_by(reader, group)
+        reader.receipt = self.cache.trim(reader.receipt, group, keep=keep)
+        reader.extents[group] = min(keep, reader.extents[group])
+        self.use(group, before[: len(before) - reader.extents[group]])
 
-    @rule(namespace=st.sampled_from(NAMESPACES), path=Paths, held=st.integers(0, 9), tail=st.integers(0, 3))
-    def insert(self, namespace: str, path: PathDraw, held: int, tail: int) -> None:
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        path=Paths,
+        held=st.integers(0, 9),
+        tail=st.integers(0, 3),
+        state=st.booleans(),
+    )
+    def insert(self, namespace: str, path: PathDraw, held: int, tail: int, state: bool) -> None:
         """A stranger's pages, none of them the tree's."""
         tokens = self.tokens(self.path(*path))
         held_from = max(0, len(tokens) // self.page - held)
-        tables = self.fresh(self.names(namespace, tokens), 0, held_from)
+        tables = self.fresh(self.names(namespace, tokens), 0, held_from, state=state)
         if tables is not None:
             self._insert(namespace, tokens, tables, own_from=0, held_from=held_from, tail=tail)
 
     @precondition(lambda self: self.readers)
-    @rule(index=Index, path=st.lists(st.integers(0, 2), min_size=1, max_size=4), held=st.integers(0, 4))
-    def continue_reader(self, index: int, path: list[int], held: int) -> None:
+    @rule(
+        index=Index,
+        path=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        held=st.integers(0, 4),
+        state=st.booleans(),
+    )
+    def continue_reader(self, index: int, path: list[int], held: int, state: bool) -> None:
         """A request stores what it computed behind the prefix it reads."""
         reader = self.readers[index % len(self.readers)]
         tokens = reader.tokens + self.tokens(path)
         pages = len(reader.tokens) // self.page
         held_from = max(pages, pages + len(path) - held)
-        if held >= len(path):  # it still holds the tail of the prefix, too
-            held_from = pages - reader.window_pages
-        tables = self.fresh(self.names(reader.namespace, tokens), pages, max(held_from, pages))
+        window = self.window
+        if window and held >= len(path):  # it still holds the tail of the prefix, too
+            held_from = pages - reader.extents[window]
+        tables = self.fresh(self.names(reader.namespace, tokens), pages, max(held_from, pages), state=state)
         if tables is None:
             return
         tables[0][:pages] = reader.tables[0]
-        if self.groups == 2:
-            tables[1][held_from:pages] = reader.tables[1][held_from:]
+        if window:
+            tables[window][held_from:pages] = reader.tables[window][held_from:]
         self._insert(reader.namespace, tokens, tables, own_from=pages, held_from=held_from, tail=0)
 
-    def fresh(self, names: list[Name], own_from: int, held_from: int) -> tuple[list[int], ...] | None:
+    def starts(self, names: list[Name], own_from: int, held_from: int, *, state: bool) -> list[int]:
+        """For each group from which of the names on a request has pages of its own to give."""
+        starts = [own_from]
+        if self.window:
+            starts.append(max(held_from, own_from))
+        if self.state:
+            starts.append(len(names) - (state and bool(names)))
+        return starts
+
+    def fresh(self, names: list[Name], own_from: int, held_from: int, *, state: bool) -> tuple[list[int], ...] | None:
         """Tables with newly allocated pages from ``own_from`` (window: ``held_from``) on, null before that."""
-        starts = (own_from, held_from)[: self.groups]
+        starts = self.starts(names, own_from, held_from, state=state)
         if any(pool.free_pages < len(names) - at for pool, at in zip(self.cache.pools, starts, strict=True)):
             return None
         tables = []
         for group, at in enumerate(starts):
             pages = self.cache.pools[group].allocate(len(names) - at)
             self.content[group].update(zip(pages, names[at:], strict=True))
-            tables.append([NULL_PAGE] * at + pages)
+            tables.append((pages or [NULL_PAGE]) if group == self.state else [NULL_PAGE] * at + pages)
         return tuple(tables)
 
     def _insert(
@@ -216,42 +262,54 @@ class RadixMachine(RuleBasedStateMachine):
         names = self.names(namespace, tokens)
         partial = (7,) * min(tail, self.page - 1)
         duplicates = self.cache.insert(namespace, tokens + partial, tables)
-        for group, at in enumerate((own_from, max(held_from, own_from))[: self.groups]):
-            twins = [
-                page for page, name in zip(tables[group][at:], names[at:], strict=True) if name in self.stamps[group]
-            ]
+        state = bool(self.state) and tables[-1] != [NULL_PAGE]
+        for group, at in enumerate(self.starts(names, own_from, held_from, state=state)):
+            own = tables[group] if group == self.state else tables[group][at:]
+            twins = [page for page, name in zip(own, names[at:], strict=False) if name in self.stamps[group]]
             assert duplicates[group] == twins
             self.cache.pools[group].free(twins)
         self.use(0, names)
-        self.use(1, names[held_from:])
+        if self.window:
+            self.use(self.window, names[held_from:])
+        if state:
+            self.use(self.state, names[-1:])
+        self.prune()
 
     def use(self, group: int, names: list[Name]) -> None:
-        if group < self.groups:
-            self.now += 1
-            self.stamps[group].update(dict.fromkeys(names, self.now))
+        self.now += 1
+        self.stamps[group].update(dict.fromkeys(names, self.now))
 
-    @rule(pages=st.integers(1, 12))
-    def evict_full(self, pages: int) -> None:
-        gone = self.order(0)[:pages]
-        assert self.cache.evict_full(pages) == len(gone)
-        for name in gone:
-            del self.stamps[0][name]
-            if self.groups == 2:
-                self.stamps[1].pop(name, None)
+    def prune(self) -> None:
+        """What nobody reads and no usable boundary lies behind is gone, from every group."""
+        keep = self.locked(0)
+        for name in self.stamps[0]:
+            windowed = not self.window or self.window_pages == 0 or name in self.stamps[self.window]
+            if windowed and (not self.state or name in self.stamps[self.state]):
+                keep.update(self.names(*name))
+        for stamps in self.stamps:
+            for name in stamps.keys() - keep:
+                del stamps[name]
 
-    @precondition(lambda self: self.groups == 2)
-    @rule(pages=st.integers(1, 12))
-    def evict_window(self, pages: int) -> None:
-        """Whole runs go, so up to the rest of the last run more than asked, never anything out of order."""
-        order = self.order(1)
-        freed = self.cache.evict_window(pages)
+    @rule(pages=st.integers(1, 12), group=st.integers(0, 2))
+    def evict(self, pages: int, group: int) -> None:
+        """In order, and no more than was asked but for runs that go as a whole and leaves that serve nobody."""
+        if group >= self.groups:
+            return
+        before, order = len(self.stamps[group]), self.order(group)
+        freed = self.cache.evict(group, pages)
         assert freed >= min(pages, len(order))
-        if freed > pages:
+        if self.groups == 1:
+            assert freed == min(pages, len(order))
+        if freed > pages and group == self.window and not self.state:
             last, extra = order[pages - 1], order[pages:freed]
-            assert {self.stamps[1][name] for name in extra} == {self.stamps[1][last]}
+            assert {self.stamps[group][name] for name in extra} == {self.stamps[group][last]}
             assert all(name[0] == last[0] and name[1][: len(last[1])] == last[1] for name in extra)
-        for name in order[:freed]:
-            del self.stamps[1][name]
+        while before - len(self.stamps[group]) < freed:
+            name = self.order(group)[0]
+            for stamps in self.stamps if group == 0 else [self.stamps[group]]:
+                stamps.pop(name, None)
+            self.prune()
+        assert before - len(self.stamps[group]) == freed
 
     @rule()
     def reset(self) -> None:
@@ -291,17 +349,17 @@ def test_long_random_walks(seed: int) -> None:
     """A thousand operations on one tree agree with the oracle, each of them."""
     rng = random.Random(seed)
     machine = RadixMachine()
-    machine.start(page=1 + seed % 4, kind=("short", "one and a half", "long", "long", "none")[seed % 5])
+    kind = ("short", "one and a half", "long", "long", "none")[seed % 5]
+    machine.start(page=1 + seed % 4, kind=kind, state=seed % 2 == 1)
     for _ in range(1000):
         path = (rng.randrange(4), rng.randrange(10), [rng.randrange(3) for _ in range(rng.randrange(4))])
         namespace = rng.choice(NAMESPACES)
-        match rng.choice(
-            ("insert", "continue", "lock", "match", "release", "trim", "full", "window", "window", "reset")
-        ):
+        match rng.choice(("insert", "continue", "lock", "match", "release", "trim", "full", "aux", "aux", "reset")):
             case "insert":
-                machine.insert(namespace, path, held=rng.randrange(6), tail=rng.randrange(4))
+                machine.insert(namespace, path, held=rng.randrange(6), tail=rng.randrange(4), state=rng.random() < 0.8)
             case "continue" if machine.readers:
-                machine.continue_reader(rng.randrange(6), [rng.randrange(3)] * rng.randint(1, 3), held=rng.randrange(5))
+                steps = [rng.randrange(3)] * rng.randint(1, 3)
+                machine.continue_reader(rng.randrange(6), steps, held=rng.randrange(5), state=rng.random() < 0.8)
             case "lock" if len(machine.readers) < 5:
                 machine.lock(namespace, path)
             case "match":
@@ -309,11 +367,11 @@ def test_long_random_walks(seed: int) -> None:
             case "release" if machine.readers:
                 machine.release(rng.randrange(6))
             case "trim" if machine.readers:
-                machine.trim(rng.randrange(6), keep=rng.randrange(4))
+                machine.trim(rng.randrange(6), keep=rng.randrange(4), group=rng.randint(1, 2))
             case "full":
-                machine.evict_full(rng.randint(1, 3))
-            case "window" if machine.groups == 2:
-                machine.evict_window(rng.randint(1, 2))
+                machine.evict(rng.randint(1, 3), 0)
+            case "aux":
+                machine.evict(rng.randint(1, 2), rng.randint(1, 2))
             case "reset" if rng.random() < 0.02:
                 machine.reset()
         machine.agrees()

@@ -1,8 +1,9 @@
 """A runner without a model: it writes a fingerprint of the prefix where keys and values would go, and reads it back.
 
-What stands at a position depends on all tokens up to it, and the sampled token on what stands at the last
-one. So a wrong page, a page reused too early or a table that is one slot off is a wrong fingerprint at once,
-and the right output can be told without any cache: ``expected_output``.
+A recurrent state is the position it stands for and the fingerprint there. What stands at a position depends on all
+tokens up to it, and the sampled token on what stands at the last one. So a wrong page, a page reused too early or a
+table that is one slot off is a wrong fingerprint at once, and the right output can be told without any cache:
+``expected_output``.
 """
 
 from __future__ import annotations
@@ -64,12 +65,18 @@ class KvMemory:
         """Fill the slots of a batch with what belongs nowhere."""
         for chunk in batch.chunks:
             for group in self.layout.groups:
+                if group.kind is GroupKind.STATE:
+                    self.slots[group.index, chunk.tables[group.index][1], 0] = (-1, -1)
+                    continue
                 for position in range(chunk.start, chunk.start + chunk.count):
                     self.slots[self._slot(chunk, group.index, position)] = (-1, -1)
 
     def _write(self, chunk: Chunk, written: set[tuple[int, int, int]]) -> None:
         prints = self._fingerprints(chunk.request)
         for group in self.layout.groups:
+            if group.kind is GroupKind.STATE:
+                self._run_state(chunk, group.index, prints, written)
+                continue
             seen = {page for page in chunk.tables[group.index] if page != NULL_PAGE}
             assert len(seen) == sum(page != NULL_PAGE for page in chunk.tables[group.index])
             for position in range(chunk.start, chunk.start + chunk.count):
@@ -84,11 +91,26 @@ class KvMemory:
         prints = self._fingerprints(chunk.request)
         end = chunk.start + chunk.count
         for group in self.layout.groups:
+            if group.kind is GroupKind.STATE:
+                continue  # read before it was written
             first = 0 if group.window_tokens is None else max(0, chunk.start - group.window_tokens + 1)
             for position in range(first, end):
                 found = self.slots[self._slot(chunk, group.index, position)]
                 assert found == (position, prints[position]), f"group {group.index} position {position}"
         return sample(prints[end - 1])
+
+    def _run_state(self, chunk: Chunk, group: int, prints: list[int], written: set[tuple[int, int, int]]) -> None:
+        """Read the state before the chunk, write the one after it; a state that others read is left alone."""
+        source, target = chunk.tables[group]
+        assert (source == NULL_PAGE) == (chunk.start == 0)
+        assert target != NULL_PAGE
+        if chunk.start > 0:
+            assert self.slots[group, source, 0] == (chunk.start, prints[chunk.start - 1]), f"state at {chunk.start}"
+            assert (group, source, 0) not in written or source == target
+        assert (group, target, 0) not in written, "two chunks write one state"
+        written.add((group, target, 0))
+        end = chunk.start + chunk.count
+        self.slots[group, target, 0] = (end, prints[end - 1])
 
     def _slot(self, chunk: Chunk, group: int, position: int) -> tuple[int, int, int]:
         page = chunk.tables[group][position // self.layout.page_tokens]

@@ -33,18 +33,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.none() | st.integers(1, 11),
         full_pages=st.integers(8, 30),
         spare_window_pages=st.integers(2, 20),
+        state_slots=st.none() | st.integers(3, 12),
+        checkpoint_pages=st.integers(1, 5),
         chunk=st.integers(1, 13),
         running=st.integers(1, 5),
     )
     def start(
-        self, page: int, window: int | None, full_pages: int, spare_window_pages: int, chunk: int, running: int
+        self,
+        page: int,
+        window: int | None,
+        full_pages: int,
+        spare_window_pages: int,
+        state_slots: int | None,
+        checkpoint_pages: int,
+        chunk: int,
+        running: int,
     ) -> None:
         groups = [CacheGroup(0, GroupKind.FULL, (1,))]
         pages = [full_pages]
         if window is not None:
             groups.append(CacheGroup(1, GroupKind.WINDOW, (0,), window))
             pages.append(-(-(window - 1) // page) + spare_window_pages)
-        self.layout = CacheLayout(page, tuple(groups), tuple(pages))
+        if state_slots is not None:
+            groups.append(CacheGroup(len(groups), GroupKind.STATE, (2,)))
+            pages.append(state_slots)
+        self.layout = CacheLayout(page, tuple(groups), tuple(pages), checkpoint_tokens=checkpoint_pages * page)
         self.scheduler = Scheduler(
             self.layout,
             max_running=running,
