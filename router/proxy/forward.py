@@ -1,98 +1,39 @@
-"""One inference request: decide, send, relay; elsewhere again if nothing has reached the client yet."""
+"""One inference request: decide, send, relay; elsewhere again if nothing has reached the client yet.
+
+Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: the brain, a connection, the client.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
-from router.core.types import Decision, Engine
-from router.errors import Dialect, NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
-from router.fleet.target import Target
+from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
+from router.proxy import eager
+from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
+from router.proxy.outbound import Outbound, Writer
 from router.proxy.relay import Relay
-from router.proxy.server import ClientConnection
-from router.proxy.types import Attempt, Brain, Outcome
+from router.proxy.types import Attempt, Brain, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
-from router.telemetry.tracing import Trace
 from router.wire import headers as names
 from router.wire import http1, openai
-from router.wire.http1 import HttpRequest
-from router.wire.openai import BodyTap, Endpoint, InferenceRequest, StreamTap, Usage
 
-#: Whose requests are where no API key names a tenant.
-TENANT: Final = "default"
+T = TypeVar("T")
+
+#: nginx's status for a client that has left; in metrics only, nobody is sent it.
+CLIENT_CLOSED_REQUEST: Final = 499
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
-#: SGLang: which data-parallel rank shall serve the request.
-_RANK_FIELD: Final = "routed_dp_rank"
-
-
-@dataclass(slots=True)
-class Exchange:
-    """A client's request on its way through the router. ``status`` is set when the answer begins.
-
-    ``endpoint`` is None for what the router answers itself, ``trace`` where none is asked for.
-    """
-
-    request: HttpRequest
-    client: ClientConnection
-    request_id: bytes
-    started_seconds: float
-    endpoint: Endpoint | None = None
-    tenant: str = TENANT
-    trace: Trace | None = None
-    status: int = 0
-
-    @property
-    def dialect(self) -> Dialect:
-        """In whose shape the client is told of errors."""
-        return self.endpoint.dialect if self.endpoint is not None else Dialect.OPENAI
-
-
-@dataclass(slots=True)
-class Outbound:
-    """What every attempt of a request sends alike."""
-
-    inference: InferenceRequest
-    target: bytes
-    lines: bytes
-
-    def to(self, target: Target) -> tuple[bytes, bytes]:
-        """Head and body as sent to ``target``, its rank named the way its engine wants."""
-        body, rank_line = self.inference.body, b""
-        if target.dp_size > 1:
-            if target.engine is not Engine.VLLM:
-                body = openai.with_field(self.inference, _RANK_FIELD, target.rank)
-            if target.engine is not Engine.SGLANG:
-                rank_line = b"%b: %d\r\n" % (names.DP_RANK, target.rank)
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        head = b"POST %b%b HTTP/1.1\r\nhost: %b:%d\r\n%b%bcontent-length: %d\r\n\r\n" % (
-            target.base_path.encode(),
-            self.target,
-            host.encode(),
-            target.port,
-            rank_line,
-            self.lines,
-            len(body),
-        )
-        return head, body
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A worker's whole answer that is better asked of another rank first."""
-
-    head: AnswerHead
-    body: bytes
-    lines: bytes
 
 
 class Forwarder:
-    """The attempt loop over ranks."""
+    """What all requests share on their way to a worker."""
 
     def __init__(
         self,
@@ -104,166 +45,304 @@ class Forwarder:
         instruments: Instruments,
         log: FilteringBoundLogger,
     ) -> None:
-        self._rules = rules
-        self._brain = brain
-        self._pool = pool
-        self._settings = settings
-        self._instruments = instruments
-        self._log = log
+        self.brain = brain
+        self.pool = pool
+        self.settings = settings
+        self.rules = rules
+        self.instruments = instruments
+        self.log = log
+        self.writer = Writer()
 
-    async def forward(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        """Answer the request. Raises ``RequestError`` while nothing has been answered."""
+    def forward(self, exchange: Exchange) -> None:
+        """Answer the request, now or later."""
+        Forwarding(self, exchange).begin()
+
+
+class Refusal:
+    """A worker's whole answer that is better asked of another rank first."""
+
+    __slots__ = ("_pieces", "head", "lines", "size")
+
+    def __init__(self, head: AnswerHead, lines: bytes) -> None:
+        self.head = head
+        self.lines = lines
+        self.size = 0
+        self._pieces: list[bytes] = []
+
+    def add(self, data: bytes) -> bool:
+        """Keep a piece of the body; False when it has become too long."""
+        self.size += len(data)
+        self._pieces.append(data)
+        return self.size <= _MAX_REFUSAL_BYTES
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return b"".join(self._pieces)
+
+
+class Forwarding:
+    """One inference request until its answer has ended."""
+
+    __slots__ = (
+        "_attempt",
+        "_connection",
+        "_exchange",
+        "_excluded",
+        "_forwarder",
+        "_is_kept",
+        "_is_open_ended",
+        "_last",
+        "_number",
+        "_outbound",
+        "_prepared",
+        "_refusal",
+        "_relay",
+        "_task",
+        "on_body",
+    )
+    on_body: Callable[[bytes], None]
+
+    def __init__(self, forwarder: Forwarder, exchange: Exchange) -> None:
+        self._forwarder = forwarder
+        self._exchange = exchange
+        self._task: asyncio.Task[object] | None = None
+        self._prepared: Prepared | None = None
+        self._outbound: Outbound | None = None
+        # The attempt under way:
+        self._number = 0
+        self._attempt: Attempt | None = None
+        self._connection: UpstreamConnection | None = None
+        self._is_kept = False
+        self._relay: Relay | None = None
+        self._is_open_ended = False
+        self._refusal: Refusal | None = None
+        # What has been tried:
+        self._excluded: frozenset[int] = frozenset()
+        self._last: Refusal | Failure | None = None
+
+    # --- before an attempt ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take it on."""
+        try:
+            self._prepare()
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
+
+    def _prepare(self) -> None:
+        """Read the request and have it prepared."""
+        exchange, forwarder = self._exchange, self._forwarder
+        assert exchange.endpoint is not None, "the router answers this itself"
         request = exchange.request
-        inference = openai.parse_request(endpoint, request.body)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-        headers[names.REQUEST_ID.decode()] = exchange.request_id.decode()
-        prepared = await self._brain.prepare(inference, headers, tenant=exchange.tenant)
-        if prepared.model != inference.model:  # an alias
-            inference = openai.with_model(inference, prepared.model)
-        lines = self._rules.request_lines(request.headers)
-        lines += b"%b: %b\r\n" % (names.REQUEST_ID, exchange.request_id)
+        inference = openai.parse_request(exchange.endpoint, request.body)
+        headers = names.as_text(request.headers)
+        headers["x-request-id"] = exchange.request_id.decode("ascii")
+        lines = forwarder.rules.request_lines(request.headers) + exchange.id_line
         if exchange.trace is not None:
             lines += exchange.trace.lines()
-        outbound = Outbound(inference, request.target, lines)
+        self._outbound = Outbound(inference, request.target, lines)
+        exchange.client.attach(self)
+        loop = exchange.client.loop
+        prepared = eager.start(forwarder.brain.prepare(inference, headers, tenant=exchange.tenant), loop)
+        if isinstance(prepared, asyncio.Task):
+            self._wait(prepared, self._ready)
+        else:
+            self._ready(prepared)
 
-        failed: frozenset[int] = frozenset()
-        last: Refusal | Failure | None = None
-        for number in range(1, self._settings.max_attempts + 1):
-            try:
-                attempt = self._brain.choose(prepared, exclude=failed)
-            except NoWorker:
-                if last is None:
-                    raise
-                break
-            if exchange.trace is not None:
-                exchange.trace.decided(attempt.decision, model=prepared.model, attempt=number)
-            run = _Run(exchange, attempt, number, model=prepared.model)
-            last = await self._attempt(run, outbound)
-            if last is None:
-                return
-            failed |= {attempt.decision.slot}
-        assert last is not None
-        self._give_up(exchange, last)
+    def _wait(self, task: asyncio.Task[T], then: Callable[[T], None]) -> None:
+        self._task = task
+        task.add_done_callback(partial(self._waited, then))
 
-    async def _attempt(self, run: _Run, outbound: Outbound) -> Refusal | Failure | None:
-        """Try one rank. None: the client has its answer, whole or broken off. The lease is closed in any case."""
+    def _waited(self, then: Callable[[T], None], task: asyncio.Task[T]) -> None:
+        if task is not self._task:
+            return _discard(task)  # the request was given up
+        self._task = None
+        if task.cancelled():
+            return self.cancel()
         try:
-            head = await self._first_byte(run, outbound)
-            if isinstance(head, Failure):
-                run.outcome = head.outcome
-                self._log_failure(run, head.cause)
-                return head
-            assert run.connection is not None
-            outcome = _outcome(head.status)
-            if outcome in (Outcome.PUSHBACK, Outcome.SERVER_ERROR):
-                refusal = await self._refusal(run, head)
-                run.outcome = refusal.outcome if isinstance(refusal, Failure) else outcome
-                self._log_failure(run, f"the worker answered {head.status}")
-                return refusal
-            await self._relay(run, head)
-            return None
-        finally:
-            if run.connection is not None:
-                self._pool.give_back(run.connection)
-            run.attempt.lease.close(run.outcome, run.usage)
-            self._instruments.attempt(run.attempt.decision.id, run.outcome)
+            then(task.result())
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
 
-    async def _first_byte(self, run: _Run, outbound: Outbound) -> AnswerHead | Failure:
-        """Send the request and wait. A kept connection that turns out closed is replaced once by a new one."""
-        target = run.attempt.target
-        message = outbound.to(target)
-        kept = self._pool.take(target)
-        if kept is not None:
-            run.connection = kept
-            kept.send(*message)
-            head = await kept.first_byte()
-            if not isinstance(head, Failure) or head.answered or head.outcome is not Outcome.RESET:
-                return head
-        run.connection = None
-        connection = await self._pool.connect(target)
+    def _ready(self, prepared: Prepared) -> None:
+        outbound = self._outbound
+        assert outbound is not None
+        if prepared.model != outbound.inference.model:  # an alias
+            outbound.inference = openai.with_model(outbound.inference, prepared.model)
+        self._prepared = prepared
+        self._next()
+
+    # --- an attempt -----------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Try the best rank that has not failed, or give up."""
+        assert self._prepared is not None
+        forwarder, exchange = self._forwarder, self._exchange
+        if self._number == forwarder.settings.max_attempts:
+            return self._give_up()
+        try:
+            attempt = forwarder.brain.choose(self._prepared, exclude=self._excluded)
+        except NoWorker:
+            if self._last is None:
+                raise
+            return self._give_up()
+        self._number += 1
+        self._attempt = attempt
+        if exchange.trace is not None:
+            exchange.trace.decided(attempt.decision, model=self._prepared.model, attempt=self._number)
+        connection = forwarder.pool.take(attempt.target)
+        if connection is None:
+            return self._connect()
+        self._is_kept = True
+        return self._send(connection)
+
+    def _connect(self) -> None:
+        assert self._attempt is not None
+        connecting = self._forwarder.pool.connect(self._attempt.target)
+        self._wait(self._exchange.client.loop.create_task(connecting), self._connected)
+
+    def _connected(self, connection: UpstreamConnection | Failure) -> None:
         if isinstance(connection, Failure):
-            return connection
-        run.connection = connection
-        connection.send(*message)
-        return await connection.first_byte()
+            return self._fail(connection)
+        self._is_kept = False
+        return self._send(connection)
 
-    async def _refusal(self, run: _Run, head: AnswerHead) -> Refusal | Failure:
-        """Collect a refusal, in case no other rank does better."""
-        assert run.connection is not None
-        connection = run.connection
-        pieces: list[bytes] = []
-        size = 0
+    def _send(self, connection: UpstreamConnection) -> None:
+        assert self._attempt is not None
+        assert self._outbound is not None
+        self._connection = connection
+        head, body = self._forwarder.writer.message(self._outbound, self._attempt.target)
+        connection.send(head, body, self)
 
-        def collect(data: bytes) -> None:
-            nonlocal size
-            size += len(data)
-            if size > _MAX_REFUSAL_BYTES:
-                connection.close()
+    def _fail(self, failure: Failure) -> None:
+        """The attempt brought nothing: another rank, if there is one."""
+        self._log_failure(failure.outcome, failure.cause)
+        self._last = failure
+        self._close_attempt(failure.outcome)
+        self._next()
+
+    def _close_attempt(self, outcome: Outcome) -> None:
+        attempt, connection = self._attempt, self._connection
+        assert attempt is not None
+        self._attempt = self._connection = None
+        self._excluded |= {attempt.decision.slot}
+        if connection is not None:
+            self._forwarder.pool.give_back(connection)
+        usage = self._relay.usage if self._relay is not None else None
+        if usage is not None and self._exchange.trace is not None:
+            self._exchange.trace.used(usage)
+        attempt.lease.close(outcome, usage)
+        self._forwarder.instruments.attempt(attempt.decision.id, outcome)
+
+    # --- called by the connection ---------------------------------------------------------------
+
+    def on_answer(self, head: AnswerHead) -> None:
+        """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
+        try:
+            if _outcome(head.status) in _REFUSALS:
+                self._refusal = Refusal(head, self._decision_lines())
+                self.on_body = self._collect
             else:
-                pieces.append(data)
+                self.on_body = self._relay = self._start(head)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
 
-        connection.relay(collect)
-        failure = await connection.finished()
-        if size > _MAX_REFUSAL_BYTES:
-            return Failure(_outcome(head.status), "the worker's error was too long to be kept", answered=True)
+    def on_end(self, failure: Failure | None) -> None:
+        """The worker's answer has ended, or is not to be had."""
+        try:
+            if self._relay is not None:
+                self._end(self._relay, failure)
+            elif self._refusal is not None:
+                self._refused(self._refusal, failure)
+            else:
+                assert failure is not None, "an end without an answer"
+                self._unanswered(failure)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
+
+    def _unanswered(self, failure: Failure) -> None:
+        if self._is_kept and failure.outcome is Outcome.RESET and not failure.answered:
+            # A kept connection that turns out closed says nothing of the worker: once more, on a new one.
+            self._connection = None
+            return self._connect()
+        return self._fail(failure)
+
+    # --- a refusal ------------------------------------------------------------------------------
+
+    def _collect(self, data: bytes) -> None:
+        """Keep a refusal, in case no other rank does better."""
+        assert self._refusal is not None
+        assert self._connection is not None
+        if not self._refusal.add(data):
+            self._connection.close()
+            cause = "the worker's error was too long to be kept"
+            self.on_end(Failure(_outcome(self._refusal.head.status), cause, answered=True))
+
+    def _refused(self, refusal: Refusal, failure: Failure | None) -> None:
+        self._refusal = None
         if failure is not None:
-            return failure
-        return Refusal(head, b"".join(pieces), run.decision_lines())
+            return self._fail(failure)
+        outcome = _outcome(refusal.head.status)
+        self._log_failure(outcome, f"the worker answered {refusal.head.status}")
+        self._last = refusal
+        self._close_attempt(outcome)
+        return self._next()
 
-    async def _relay(self, run: _Run, head: AnswerHead) -> None:
-        """Pass the answer on as it comes. From here on the client sees whatever happens."""
-        assert run.connection is not None
-        exchange, client, connection = run.exchange, run.exchange.client, run.connection
-        run.outcome = Outcome.CLIENT_GONE
-        outcome = _outcome(head.status)
-        if outcome is Outcome.OK:
-            run.attempt.lease.first_byte()
-        streamed = head.content_type.startswith(b"text/event-stream") and not head.encoded
+    # --- an answer ------------------------------------------------------------------------------
+
+    def _start(self, head: AnswerHead) -> Relay:
+        exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
+        assert attempt is not None
         assert exchange.endpoint is not None
-        relay = Relay(client, StreamTap() if streamed else BodyTap(), exchange.endpoint)
+        is_stream = head.content_type.startswith(b"text/event-stream") and not head.encoded
+        relay = Relay(client, exchange.endpoint, is_stream=is_stream)
+        self._is_open_ended = is_stream and not head.has_length
+        exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
-        exchange.status = head.status
-        if streamed and outcome is Outcome.OK:
-            self._instruments.first_token(run.model, seconds=relay.first_seconds - exchange.started_seconds)
+        if head.status < 400:
+            attempt.lease.first_byte()
+            if is_stream:
+                assert self._prepared is not None
+                seconds = relay.began_seconds - exchange.started_seconds
+                self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
         client.start(
             http1.status_line(head.status, head.reason),
-            names.response_lines(head.headers) + run.decision_lines(),
+            names.response_lines(head.headers) + self._decision_lines(),
             has_length=head.has_length,
         )
-        may_add = streamed and not head.has_length
-        try:
-            connection.relay(relay)
-            client.attach(connection)
-            failure = await connection.finished()
-        except asyncio.CancelledError:
-            if may_add and not client.gone:
-                relay.end_with(NoWorker("The router is shutting down.", code="shutting_down"))
-                self._instruments.error("shutting_down")
-            raise
-        run.usage = relay.usage
-        if exchange.trace is not None and run.usage is not None:
-            exchange.trace.used(run.usage)
-        if failure is None:
-            run.outcome = outcome
-            relay.end()
-            if streamed and relay.seconds_between_events is not None:
-                self._instruments.inter_token(run.model, seconds=relay.seconds_between_events)
-            return
-        run.outcome = failure.outcome
-        self._log_failure(run, failure.cause)
-        if failure.outcome is not Outcome.CLIENT_GONE:
-            error = UpstreamFailed(f"The answer broke off: {failure.cause}.")
-            self._instruments.error(error.code)
-            if exchange.trace is not None:
-                exchange.trace.failed(error.code)
-            if may_add:
-                relay.end_with(error)
+        return relay
 
-    def _give_up(self, exchange: Exchange, last: Refusal | Failure) -> None:
+    def _end(self, relay: Relay, failure: Failure | None) -> None:
+        exchange, forwarder = self._exchange, self._forwarder
+        if failure is None:
+            relay.end()
+            if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:
+                assert self._prepared is not None
+                forwarder.instruments.inter_token(self._prepared.model, seconds=seconds)
+            self._close_attempt(_outcome(exchange.status))
+        else:
+            self._log_failure(failure.outcome, failure.cause)
+            self._close_attempt(failure.outcome)
+            if failure.outcome is not Outcome.CLIENT_GONE:
+                self._break_off(relay, UpstreamFailed(f"The answer broke off: {failure.cause}."))
+        exchange.finish()
+
+    def _break_off(self, relay: Relay, error: RequestError) -> None:
+        """Tell a client in the middle of its answer, if a word can be added to it."""
+        self._forwarder.instruments.error(error.code)
+        if self._exchange.trace is not None:
+            self._exchange.trace.failed(error.code)
+        if self._is_open_ended:
+            relay.end_with(error)
+
+    def _give_up(self) -> None:
         """Answer with the last thing a worker said, or with what went wrong."""
-        if isinstance(last, Failure):
-            raise _error(last)
+        exchange, last = self._exchange, self._last
+        if not isinstance(last, Refusal):
+            assert last is not None
+            return exchange.fail(_error(last))
         lines = last.lines + names.response_lines(
             header for header in last.head.headers if header[0].lower() != names.CONTENT_LENGTH
         )
@@ -273,53 +352,72 @@ class Forwarder:
         exchange.client.start(http1.status_line(last.head.status, last.head.reason), lines, has_length=True)
         exchange.client.write(last.body)
         exchange.client.end()
+        return exchange.finish()
 
-    def _log_failure(self, run: _Run, cause: str) -> None:
-        self._log.warning(
+    def _decision_lines(self) -> bytes:
+        assert self._attempt is not None
+        return self._forwarder.writer.decision_lines(
+            self._attempt.decision, attempt=self._number, id_line=self._exchange.id_line
+        )
+
+    # --- called by the client -------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """The client does not keep up."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def cancel(self) -> None:
+        """The client has gone, or the router goes."""
+        exchange, client = self._exchange, self._exchange.client
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        if self._attempt is not None:
+            self._close_attempt(Outcome.CLIENT_GONE)
+        exchange.status = CLIENT_CLOSED_REQUEST
+        going = NoWorker("The router is shutting down.", code="shutting_down")
+        if client.gone:
+            exchange.finish()
+        elif self._relay is not None:
+            self._break_off(self._relay, going)
+            exchange.finish()
+        else:
+            exchange.fail(going)
+
+    # --- what goes wrong ------------------------------------------------------------------------
+
+    def _crash(self, error: Exception) -> None:
+        """Answer with an error. One that is not meant for clients is a fault of the router, and logged."""
+        if not isinstance(error, RequestError):
+            self._forwarder.log.error("request failed", request_id=self._exchange.request_id.decode(), exc_info=error)
+        if self._attempt is not None:
+            self._close_attempt(Outcome.CLIENT_GONE)
+        self._exchange.fail(error)
+
+    def _log_failure(self, outcome: Outcome, cause: str) -> None:
+        assert self._attempt is not None
+        self._forwarder.log.warning(
             "attempt failed",
-            request_id=run.exchange.request_id.decode(),
-            rank=str(run.attempt.decision.id),
-            outcome=run.outcome.value,
+            request_id=self._exchange.request_id.decode(),
+            rank=str(self._attempt.decision.id),
+            outcome=outcome.value,
             cause=cause,
         )
 
 
-class _Run:
-    """One attempt while it runs."""
-
-    __slots__ = ("attempt", "connection", "exchange", "model", "number", "outcome", "usage")
-
-    def __init__(self, exchange: Exchange, attempt: Attempt, number: int, *, model: str) -> None:
-        self.exchange = exchange
-        self.attempt = attempt
-        self.number = number
-        self.model = model
-        self.connection: UpstreamConnection | None = None
-        #: What it is if nothing else is said before the end: the task was cancelled.
-        self.outcome = Outcome.CLIENT_GONE
-        self.usage: Usage | None = None
-
-    def decision_lines(self) -> bytes:
-        """Header lines that tell the client where its request went, and why."""
-        return decision_lines(self.attempt.decision, number=self.number, request_id=self.exchange.request_id)
+def _discard(task: asyncio.Task[T]) -> None:
+    """Nobody waits for this any more, but a connection may have been made at the last moment."""
+    if not task.cancelled() and task.exception() is None and isinstance(result := task.result(), UpstreamConnection):
+        result.close()
 
 
-def decision_lines(decision: Decision, *, number: int, request_id: bytes) -> bytes:
-    """The ``x-homing-*`` headers and the request's id."""
-    return b"%b: %b\r\n%b: %b\r\n%b: %d\r\n%b: %b\r\n%b: %d\r\n%b: %d\r\n" % (
-        names.REQUEST_ID,
-        request_id,
-        names.WORKER,
-        decision.id.worker.encode(),
-        names.RANK,
-        decision.id.rank,
-        names.REASON,
-        decision.reason.encode(),
-        names.EXPECTED_CACHED_TOKENS,
-        decision.expected_cached_tokens,
-        names.ATTEMPTS,
-        number,
-    )
+_REFUSALS: Final = frozenset({Outcome.PUSHBACK, Outcome.SERVER_ERROR})
 
 
 def _outcome(status: int) -> Outcome:

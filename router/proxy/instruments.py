@@ -19,13 +19,14 @@ class Instruments:
         *,
         endpoints: Mapping[bytes, str],
         connections: Callable[[], int],
-        inflight: Callable[[], int],
     ) -> None:
-        """``endpoints`` names the known paths. The two gauges are asked for when scraped, so they cannot drift."""
+        """``endpoints`` names the known paths. Gauges are asked for when scraped, so they cannot drift."""
         self._metrics = metrics
         self._endpoints = endpoints
         metrics.connections.set_function(connections)
-        metrics.inflight.set_function(inflight)
+        #: Requests being served. Written by ``Exchange`` alone.
+        self.inflight = 0
+        metrics.inflight.set_function(lambda: self.inflight)
         self.disconnects = metrics.client_disconnects.labels()
         self._requests: dict[tuple[bytes, int], tuple[CounterCell, HistogramCell]] = {}
         self._first_token: dict[str, HistogramCell] = {}

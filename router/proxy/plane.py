@@ -14,8 +14,9 @@ from urllib.parse import unquote_to_bytes
 from structlog.typing import FilteringBoundLogger
 
 from router.core.keys import Keyring, Role
-from router.errors import MethodNotAllowed, NotFound, NoWorker, RequestError
-from router.proxy.forward import Exchange, Forwarder
+from router.errors import MethodNotAllowed, NotFound, RequestError
+from router.proxy.exchange import Exchange
+from router.proxy.forward import Forwarder
 from router.proxy.instruments import Instruments
 from router.proxy.limits import ConnectionLimits
 from router.proxy.server import ClientConnection
@@ -29,8 +30,6 @@ from router.wire.http1 import HttpRequest
 from router.wire.openai import Endpoint
 
 _BACKLOG: Final = 4096
-#: nginx's status for a client that has left; in metrics only, nobody is sent it.
-_CLIENT_CLOSED_REQUEST: Final = 499
 #: A few turns of the loop, in which cancelled tasks and closed connections end.
 _HANGING_UP_SECONDS: Final = 0.02
 #: How long a client may take to say goodbye in TLS; many never do.
@@ -95,12 +94,10 @@ class DataPlane:
         self._addresses: dict[ClientConnection, str] = {}
         self._brain = brain
         self._log = log
-        self._inflight = 0
         self._instruments = Instruments(
             metrics,
             endpoints={path: route.value for path, route in ROUTES.items()},
             connections=lambda: len(self._clients),
-            inflight=lambda: self._inflight,
         )
         self._pool = UpstreamPool(upstream_settings)
         self._forwarder = Forwarder(
@@ -201,43 +198,30 @@ class DataPlane:
         self._instruments.error(error.code)
         self._instruments.request(b"", error.status, seconds=0.0)
 
-    async def serve(self, request: HttpRequest, client: ClientConnection) -> None:
-        """Answer one request."""
-        clock = client.clock
-        request_id = names.acceptable_request_id(names.first(request.headers, names.REQUEST_ID))
-        exchange = Exchange(request, client, request_id or self._new_id(), started_seconds=clock())
+    def serve(self, request: HttpRequest, client: ClientConnection) -> None:
+        """Answer one request, now or later."""
         path = request.target.partition(b"?")[0]
         route = ROUTES.get(path)
-        if isinstance(route, Endpoint):
-            exchange.endpoint = route
-            if self._tracing is not None:
-                exchange.trace = self._tracing.begin(
-                    request.method, path.decode(), request.headers, request_id=exchange.request_id
-                )
+        exchange = Exchange(
+            request,
+            client,
+            self._instruments,
+            request_id=names.acceptable_request_id(names.first(request.headers, names.REQUEST_ID)) or self._new_id(),
+            path=path if route is not None else b"",
+            endpoint=route if type(route) is Endpoint else None,
+        )
+        if exchange.endpoint is not None and self._tracing is not None:
+            exchange.trace = self._tracing.begin(
+                request.method, path.decode(), request.headers, request_id=exchange.request_id
+            )
         elif route is None and path.startswith(_MODEL):
             route = Own.MODEL
-        self._inflight += 1
         try:
-            await self._answer(exchange, route)
+            self._answer(exchange, route)
         except RequestError as error:
-            self._answer_error(exchange, error)
-        except asyncio.CancelledError:
-            exchange.status = _CLIENT_CLOSED_REQUEST
-            if not client.gone and not client.begun:
-                self._answer_error(exchange, NoWorker("The router is shutting down.", code="shutting_down"))
-            raise
-        except Exception as error:  # noqa: BLE001 - the boundary: logged, and the client is told nothing of it
-            self._log.exception("request failed", request_id=exchange.request_id.decode())
-            self._answer_error(exchange, error)
-        finally:
-            self._inflight -= 1
-            self._instruments.request(
-                path if path in ROUTES else b"", exchange.status, seconds=clock() - exchange.started_seconds
-            )
-            if exchange.trace is not None:
-                exchange.trace.end(exchange.status)
+            exchange.fail(error)
 
-    async def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:
+    def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:
         method = exchange.request.method
         if self._keyring is not None and route not in _PROBES:
             presented = names.presented_keys(exchange.request.headers)
@@ -246,6 +230,8 @@ class DataPlane:
             if method == "OPTIONS" and exchange.request.target == b"*":
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
             raise NotFound("There is no such path.")
+        if exchange.endpoint is not None and method == "POST":
+            return self._forwarder.forward(exchange)
         allowed = ("POST", "OPTIONS") if isinstance(route, Endpoint) else ("GET", "HEAD", "OPTIONS")
         if method == "OPTIONS":
             return self._answer_empty(exchange, allow=", ".join(allowed))
@@ -253,8 +239,7 @@ class DataPlane:
             error = MethodNotAllowed(f"The method {method} is not allowed here.")
             error.headers = (("allow", ", ".join(allowed)),)
             raise error
-        if isinstance(route, Endpoint):
-            return await self._forwarder.forward(exchange, route)
+        assert isinstance(route, Own)
         return self._answer_own(exchange, route)
 
     def _answer_own(self, exchange: Exchange, route: Own) -> None:
@@ -273,28 +258,15 @@ class DataPlane:
                 body = b'{"status": "ok"}'
             case Own.HEALTH:
                 body = json.dumps({"status": "ok", "ready": ready}).encode()
-        lines = b"content-type: application/json\r\n" + self._id_line(exchange)
-        exchange.client.answer(exchange.status, lines, body)
+        exchange.client.answer(exchange.status, b"content-type: application/json\r\n" + exchange.id_line, body)
+        exchange.finish()
 
     def _answer_empty(self, exchange: Exchange, *, allow: str) -> None:
         exchange.status = 204
-        lines = f"allow: {allow}\r\n".encode() + self._id_line(exchange)
+        lines = f"allow: {allow}\r\n".encode() + exchange.id_line
         exchange.client.start(b"HTTP/1.1 204 No Content\r\n", lines, has_length=True)
         exchange.client.end()
-
-    def _answer_error(self, exchange: Exchange, error: Exception) -> None:
-        """Answer with an error, unless an answer has begun: then the connection breaks off."""
-        known = error if isinstance(error, RequestError) else RequestError("")
-        self._instruments.error(known.code)
-        if exchange.trace is not None:
-            exchange.trace.failed(known.code)
-        if not exchange.client.begun:
-            exchange.status = known.status
-            exchange.client.answer_error(error, lines=self._id_line(exchange), dialect=exchange.dialect)
-
-    @staticmethod
-    def _id_line(exchange: Exchange) -> bytes:
-        return b"%b: %b\r\n" % (names.REQUEST_ID, exchange.request_id)
+        exchange.finish()
 
     def _new_id(self) -> bytes:
         return b"req-%032x" % self._ids.getrandbits(128)

@@ -10,29 +10,33 @@ from router.wire.openai import BodyTap, Endpoint, StreamTap, Usage, error_event
 class Relay:
     """Passes every byte on as it comes and notes usage and pace in passing."""
 
-    __slots__ = ("_client", "_clock", "_endpoint", "_tap", "first_seconds", "last_seconds")
+    __slots__ = ("_client", "_endpoint", "_feed", "_tap", "_write", "began_seconds", "is_stream")
 
-    def __init__(self, client: ClientConnection, tap: StreamTap | BodyTap, endpoint: Endpoint) -> None:
+    def __init__(self, client: ClientConnection, endpoint: Endpoint, *, is_stream: bool) -> None:
         """``endpoint`` says in whose shape an error is told."""
+        self.is_stream = is_stream
+        tap = StreamTap() if is_stream else BodyTap()
         self._client = client
         self._endpoint = endpoint
-        self._tap = tap
-        self._clock = client.clock
-        self.first_seconds = self.last_seconds = self._clock()
+        self._tap: StreamTap | BodyTap = tap
+        self._feed = tap.feed
+        self._write = client.write
+        self.began_seconds = client.clock()
 
     def __call__(self, data: bytes) -> None:
-        self.last_seconds = self._clock()
-        self._client.write(self._tap.feed(data))
+        self._write(self._feed(data))
 
     def end(self) -> None:
         """The answer is whole."""
-        self._client.write(self._tap.flush())
+        rest = self._tap.flush()
+        if rest:
+            self._write(rest)
         self._client.end()
 
     def end_with(self, error: RequestError) -> None:
         """The stream ends here, with an error as its last event. An event cut short is not passed on."""
         separator = b"\n\n" if isinstance(self._tap, StreamTap) and self._tap.midway else b""
-        self._client.write(separator + error_event(error, self._endpoint, number=self._tap.events))
+        self._write(separator + error_event(error, self._endpoint, number=self._tap.events))
         self._client.end()
 
     @property
@@ -40,8 +44,7 @@ class Relay:
         """What the worker reported, as far as it has come."""
         return self._tap.usage
 
-    @property
     def seconds_between_events(self) -> float | None:
-        """On average; None for fewer than two events."""
+        """On average until now, which is the end; None for fewer than two events."""
         gaps = self._tap.events - 1
-        return (self.last_seconds - self.first_seconds) / gaps if gaps > 0 else None
+        return (self._client.clock() - self.began_seconds) / gaps if gaps > 0 else None

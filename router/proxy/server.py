@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from router.errors import Dialect, RequestError, RequestTimeout, to_answer
@@ -19,12 +19,17 @@ _MAX_QUEUED = 8
 _LINGER_SECONDS = 2.0
 
 
-class Source(Protocol):
-    """Where an answer's bytes come from: stalled while the client does not keep up."""
+class Serving(Protocol):
+    """A request that is being answered."""
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """The client does not keep up: stall what its answer comes from."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """The client has caught up."""
+
+    def cancel(self) -> None:
+        """Give up and call ``finished``: the client has gone, or must go and may still be told so."""
 
 
 class Door(Protocol):
@@ -33,8 +38,8 @@ class Door(Protocol):
     @property
     def settings(self) -> ServerSettings: ...
 
-    def serve(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
-        """Answer one request through ``client``. Raises nothing but ``CancelledError``, when the client has gone."""
+    def serve(self, request: HttpRequest, client: ClientConnection) -> None:
+        """Answer one request through ``client``, then call its ``finished``. What takes time is attached to it."""
 
     def refused(self, error: RequestError) -> None:
         """A request was answered with ``error`` before it reached ``serve``."""
@@ -47,7 +52,7 @@ class Door(Protocol):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client. At most one request is being served, by one task; pipelined ones wait their turn.
+    """One client. At most one request is being served; pipelined ones wait their turn.
 
     While more than ``_MAX_QUEUED`` requests wait, the socket is not read, and only then a disconnect goes unseen.
     """
@@ -66,9 +71,9 @@ class ClientConnection(asyncio.Protocol):
         self._watchdog = Watchdog(self._loop, self._expired)
         self._transport: asyncio.Transport | None = None
         self._queue: deque[HttpRequest | RequestError] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._source: Source | None = None
-        self._drained: asyncio.Future[None] | None = None
+        self._busy = False
+        self._serving: Serving | None = None
+        self._advancing = False
         self._reading_paused = False
         self._writing_paused = False
         self._lingering = False
@@ -91,19 +96,21 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering:
             return
-        ready = self._reader.feed(data)
+        reader = self._reader
+        ready = reader.feed(data)
         if ready:
             self._queue += ready
-            if self._task is None:
-                self._task = self._loop.create_task(self._serve_queue())
-            elif len(self._queue) > _MAX_QUEUED:
+        if reader.phase is not self._phase:
+            self._phase_changed(reader.phase)
+        if ready:
+            if not self._busy:
+                self._advance()
+            if len(self._queue) > _MAX_QUEUED:
                 self._pause_reading()
-        if self._reader.phase is not self._phase:
-            self._phase_changed(self._reader.phase)
 
     def eof_received(self) -> None:
         """A client that has said its last word while it is being answered has left."""
-        if self._task is not None and self._transport is not None:
+        if (self._busy or self._queue) and self._transport is not None:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -111,21 +118,21 @@ class ClientConnection(asyncio.Protocol):
         midway = self._request is not None
         self._transport = None
         self._queue.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self._serving is not None:
+            self._serving.cancel()
         self._door.left(self, midway=midway)
 
     def pause_writing(self) -> None:
         self._writing_paused = True
-        if self._source is not None:
-            self._source.pause()
+        if self._serving is not None:
+            self._serving.pause()
 
     def resume_writing(self) -> None:
         self._writing_paused = False
-        if self._source is not None:
-            self._source.resume()
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        if self._serving is not None:
+            self._serving.resume()
+        elif not self._busy:
+            self._advance()
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -141,7 +148,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _send_continue(self) -> None:
         """Tell a client that waits to send its body, unless an earlier answer is still being written."""
-        if self._reader.awaits_continue and self._task is None and self._transport is not None:
+        is_idle = not self._busy and not self._queue
+        if self._reader.awaits_continue and is_idle and self._transport is not None:
             self._reader.awaits_continue = False
             self._transport.write(http1.CONTINUE)
 
@@ -169,45 +177,44 @@ class ClientConnection(asyncio.Protocol):
         """End the connection with an error, after the answers that are due before it."""
         self._lingering = True
         self._queue.append(error)
-        if self._task is None:
-            self._task = self._loop.create_task(self._serve_queue())
+        if not self._busy:
+            self._advance()
 
     # --- serving --------------------------------------------------------------------------------
 
-    async def _serve_queue(self) -> None:
-        """Serve what has been read, in order."""
-        try:
-            while self._queue:
-                item = self._queue.popleft()
-                if len(self._queue) <= _MAX_QUEUED:
-                    self._resume_reading()
-                if isinstance(item, RequestError):
-                    self._answer_refusal(item)
-                    return
+    def _advance(self) -> None:
+        """Serve what has been read, in order, until an answer takes time or the client does not read it."""
+        if self._advancing:
+            return
+        self._advancing = True
+        queue = self._queue
+        while queue and not self._busy and not self._writing_paused and not self.gone:
+            item = queue.popleft()
+            if self._reading_paused and len(queue) <= _MAX_QUEUED:
+                self._resume_reading()
+            if isinstance(item, RequestError):
+                self._answer_refusal(item)
+            else:
                 self._begin(item)
-                await self._door.serve(item, self)
-                self._source = None
-                if self._request is not None:
-                    # The answer broke off: only the end of the connection can tell the client.
-                    self._request = None
-                    self.abort()
-                    return
-                if self._close_after:
-                    self.close()
-                    return
-                if self._writing_paused and self._queue:
-                    await self._writable()
-        finally:
-            self._task = None
-        self._rest()
+                self._door.serve(item, self)
+        self._advancing = False
+        if not self._busy and not self._lingering and not self.gone:
+            self._rest()
 
-    async def _writable(self) -> None:
-        """Wait for a client that pipelines requests but does not read the answers."""
-        self._watchdog.set(self._settings.body_timeout_seconds)
-        self._drained = self._loop.create_future()
-        await self._drained
+    def finished(self) -> None:
+        """The answer has ended, or broken off: then only the end of the connection can tell the client."""
+        self._busy = False
+        self._serving = None
+        if self._request is not None:
+            self._request = None
+            self.abort()
+        elif self._close_after:
+            self.close()
+        else:
+            self._advance()
 
     def _begin(self, request: HttpRequest) -> None:
+        self._busy = True
         self._request = request
         self._head = b""
         self._chunked = False
@@ -220,16 +227,18 @@ class ClientConnection(asyncio.Protocol):
         """Nothing to serve: wait for more."""
         if self._draining:
             self.close()
+        elif self._queue:  # the client pipelines requests but does not read the answers
+            self._watchdog.set(self._settings.body_timeout_seconds)
         elif self._phase is Phase.IDLE:
             self._watchdog.set(self._settings.keepalive_seconds)
         else:
             self._send_continue()
 
     def _answer_refusal(self, error: RequestError) -> None:
+        self._lingering = True
         self._door.refused(error)
         self._begin(HttpRequest("POST", b"", [], keep_alive=False))
         self.answer_error(error)
-        self._lingering = True
         if self._transport is not None:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -250,8 +259,13 @@ class ClientConnection(asyncio.Protocol):
     # --- writing, for the one who serves --------------------------------------------------------
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one that this connection lives on. Asking for the running loop costs a system call."""
+        return self._loop
+
+    @property
     def clock(self) -> Callable[[], float]:
-        """The loop's. Asking for the running loop costs a system call, so the hot path asks here."""
+        """The loop's."""
         return self._loop.time
 
     @property
@@ -270,11 +284,9 @@ class ClientConnection(asyncio.Protocol):
         """Written, but not yet taken by the kernel."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    def attach(self, source: Source) -> None:
-        """Stall ``source`` whenever this client does not keep up, from now until the answer ends."""
-        self._source = source
-        if self._writing_paused:
-            source.pause()
+    def attach(self, serving: Serving) -> None:
+        """Tell ``serving`` of what happens to this client, until ``finished``."""
+        self._serving = serving
 
     def start(self, status_line: bytes, lines: bytes, *, has_length: bool) -> None:
         """Begin an answer; it goes out with its first byte of body. ``has_length``: a header line gives it."""
@@ -336,10 +348,10 @@ class ClientConnection(asyncio.Protocol):
     def drain(self) -> None:
         """Close once idle; what is being served may end."""
         self._draining = self._close_after = True
-        if self._task is None:
+        if not self._busy:
             self.close()
 
     def stop(self) -> None:
-        """Give up what is being served: ``serve`` is cancelled and may still write its last words."""
-        if self._task is not None:
-            self._task.cancel()
+        """Give up what is being served, with last words where they can be said."""
+        if self._serving is not None:
+            self._serving.cancel()

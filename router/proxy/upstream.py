@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 
@@ -16,9 +16,6 @@ from router.settings import UpstreamSettings
 from router.wire import headers as names
 from router.wire import http1
 from router.wire.headers import Header
-
-#: What may wait here for a reader that has not come yet, before the worker is stalled.
-_MAX_WAITING_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +43,21 @@ class AnswerHead:
     encoded: bool = False
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One connection to a worker, one exchange at a time.
+class Receiver(Protocol):
+    """Who is told of an answer, in this order: its head with the first byte of body, pieces of the body, the end."""
 
-    ``send``, then ``first_byte``, then ``relay`` and ``finished``; then give it back to the pool or ``close`` it.
-    """
+    #: Takes a piece of the body.
+    on_body: Callable[[bytes], None]
+
+    def on_answer(self, head: AnswerHead) -> None:
+        """The first byte of the answer's body has come, or the end of an answer that has none."""
+
+    def on_end(self, failure: Failure | None) -> None:
+        """The exchange is over, at whatever point. Nothing is called after this."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to a worker, one exchange at a time: ``send``, then give it back to the pool or ``close`` it."""
 
     def __init__(self, pool: UpstreamPool, address: Address) -> None:
         self._pool = pool
@@ -60,67 +67,32 @@ class UpstreamConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._watchdog = Watchdog(self._loop, self._expired)
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._sink: Callable[[bytes], None] | None = None
+        self._receiver: Receiver | None = None
         self._paused = False
-        self._exchanges = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._busy = False
         self._answered = False
+        self._begun = False
         self._complete = False
         self._until_close = False
         self._keep = False
-        self._failure: Failure | None = None
         self._head: AnswerHead | None = None
         self._reason = b""
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
-        self._waiting_bytes = 0
 
     # --- for the attempt ------------------------------------------------------------------------
 
-    @property
-    def used_before(self) -> bool:
-        """Another exchange has been on this connection, so the worker may have closed it meanwhile."""
-        return self._exchanges > 1
-
-    def send(self, head: bytes, body: bytes) -> None:
-        """Begin an exchange."""
+    def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
+        """Begin an exchange. ``receiver`` is told of the answer, of a connection that is gone at once."""
         self._reset()
-        self._busy = True
-        self._exchanges += 1
+        self._receiver = receiver
         self._watchdog.set(self._settings.first_byte_seconds)
         if self._transport is None or self._transport.is_closing():
             self._fail(Outcome.RESET, "the worker closed the connection")
         else:
             self._transport.writelines((head, body))
-
-    async def first_byte(self) -> AnswerHead | Failure:
-        """Wait for the first byte of the answer's body, or the end of an answer that has none."""
-        if not self._pieces and not self._complete and self._failure is None:
-            await self._wait()
-        if self._failure is not None:
-            return self._failure
-        assert self._head is not None
-        return self._head
-
-    def relay(self, sink: Callable[[bytes], None]) -> None:
-        """Give ``sink`` what has come of the body and all that comes, as it comes."""
-        self._sink = sink
-        pieces, self._pieces = self._pieces, []
-        self._waiting_bytes = 0
-        if self._paused:
-            self.resume()
-        if pieces:
-            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-
-    async def finished(self) -> Failure | None:
-        """Wait for the end of the answer. The sink has had every byte of it."""
-        if not self._complete and self._failure is None:
-            await self._wait()
-        return self._failure
 
     def pause(self) -> None:
         """Read no more for now: the reader is behind."""
@@ -136,22 +108,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._watchdog.set(self._settings.idle_seconds)
 
     def close(self) -> None:
-        """End the connection at once; the worker sees it and aborts."""
-        self._sink = None
+        """End the connection at once; the worker sees it and aborts. The receiver is told nothing more."""
+        self._receiver = None
+        self._keep = False
         self._watchdog.stop()
         if self._transport is not None:
             self._transport.abort()
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     # --- for the pool ---------------------------------------------------------------------------
 
@@ -171,8 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def rest(self) -> None:
         """Wait in the pool, for a shorter time than the worker would."""
-        self._sink = None
-        self._busy = False
+        self._receiver = None
         self.resume()
         self._watchdog.set(self._settings.keepalive_seconds)
 
@@ -184,10 +145,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        if not self._busy or self._complete:
-            # Nobody asked: what follows on this connection cannot be trusted.
-            self._keep = False
-            self.close()
+        if self._receiver is None:
+            self.close()  # nobody asked: what follows on this connection cannot be trusted
             return
         self._answered = True
         try:
@@ -195,37 +154,48 @@ class UpstreamConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._keep = False
             if not self._complete:
+                self._pass_on()
                 self._fail(Outcome.PROTOCOL, "the worker's answer is not valid HTTP")
-        if self._pieces:
-            self._watchdog.set(self._settings.idle_seconds)
-            if self._sink is not None:
-                pieces, self._pieces = self._pieces, []
-                self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-            else:
-                self._wake()
-                self._waiting_bytes += len(data)
-                if self._waiting_bytes > _MAX_WAITING_BYTES:
-                    self.pause()
+                return
+        self._pass_on()
         if self._complete:
-            self._end()
+            self._end(None)
+
+    def _pass_on(self) -> None:
+        """Tell the receiver what has been parsed. It may close this connection at any call."""
+        pieces = self._pieces
+        if pieces:
+            self._pieces = []
+            self._watchdog.set(self._settings.idle_seconds)
+        elif not self._complete:
+            return
+        if not self._begun and self._receiver is not None:
+            self._begun = True
+            assert self._head is not None, "a body without a head"
+            self._receiver.on_answer(self._head)
+        if pieces and self._receiver is not None:
+            self._receiver.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def eof_received(self) -> None:
-        if self._busy and self._until_close and self._failure is None:
+        if self._receiver is not None and self._until_close and not self._complete:
             self._complete = True
-            self._end()
+            self._pass_on()
+            self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watchdog.stop()
         self._pool.lost(self)
-        if self._busy and not self._complete:
+        if not self._complete:
             self._fail(Outcome.RESET, "the worker closed the connection")
 
-    def _end(self) -> None:
+    def _end(self, failure: Failure | None) -> None:
         self._watchdog.clear()
-        self._wake()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.on_end(failure)
 
     def _expired(self) -> None:
-        if not self._busy:
+        if self._receiver is None:
             self.close()
         elif self._paused:
             self._fail(Outcome.CLIENT_GONE, "the client stopped reading")
@@ -233,11 +203,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(Outcome.TIMEOUT, "the worker was silent for too long")
 
     def _fail(self, outcome: Outcome, cause: str) -> None:
-        if self._failure is None:
-            self._failure = Failure(outcome, cause, answered=self._answered)
-        self._keep = False
+        receiver = self._receiver
         self.close()
-        self._wake()
+        if receiver is not None:
+            receiver.on_end(Failure(outcome, cause, answered=self._answered))
 
     # --- called by the parser -------------------------------------------------------------------
 

@@ -1,0 +1,78 @@
+"""A request as workers are sent it, and what the client is told of where it went."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.core.types import Decision, Engine, RankId, Reason
+from router.fleet.target import Target
+from router.wire import headers as names
+from router.wire import openai
+from router.wire.openai import InferenceRequest
+
+#: SGLang: which data-parallel rank shall serve the request.
+_RANK_FIELD: Final = "routed_dp_rank"
+#: Workers come and go; heads of so many are kept.
+_MAX_KEPT: Final = 4096
+
+
+class Outbound:
+    """What every attempt of a request sends alike: its target, header lines, body."""
+
+    __slots__ = ("inference", "lines", "target")
+
+    def __init__(self, inference: InferenceRequest, target: bytes, lines: bytes) -> None:
+        self.inference = inference
+        self.target = target
+        self.lines = lines
+
+
+class Writer:
+    """Writes heads, of which most is the same for every request to a rank and is written once."""
+
+    def __init__(self) -> None:
+        self._heads: dict[tuple[Target, bytes], bytes] = {}
+        self._places: dict[tuple[RankId, Reason], bytes] = {}
+
+    def message(self, outbound: Outbound, target: Target) -> tuple[bytes, bytes]:
+        """Head and body as sent to ``target``, its rank named the way its engine wants."""
+        body = outbound.inference.body
+        if target.dp_size > 1 and target.engine is not Engine.VLLM:
+            body = openai.with_field(outbound.inference, _RANK_FIELD, target.rank)
+        key = (target, outbound.target)
+        head = self._heads.get(key)
+        if head is None:
+            head = _head(target, outbound.target)
+            if len(self._heads) < _MAX_KEPT:
+                self._heads[key] = head
+        return b"%b%bcontent-length: %d\r\n\r\n" % (head, outbound.lines, len(body)), body
+
+    def decision_lines(self, decision: Decision, *, attempt: int, id_line: bytes) -> bytes:
+        """The ``x-homing-*`` headers and the request's id."""
+        key = (decision.id, decision.reason)
+        place = self._places.get(key)
+        if place is None:
+            place = _place(decision)
+            if len(self._places) < _MAX_KEPT:
+                self._places[key] = place
+        return b"%b%b%d\r\n%b: %d\r\n" % (id_line, place, decision.expected_cached_tokens, names.ATTEMPTS, attempt)
+
+
+def _head(target: Target, path: bytes) -> bytes:
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    head = b"POST %b%b HTTP/1.1\r\nhost: %b:%d\r\n" % (target.base_path.encode(), path, host.encode(), target.port)
+    if target.dp_size > 1 and target.engine is not Engine.SGLANG:
+        head += b"%b: %d\r\n" % (names.DP_RANK, target.rank)
+    return head
+
+
+def _place(decision: Decision) -> bytes:
+    return b"%b: %b\r\n%b: %d\r\n%b: %b\r\n%b: " % (
+        names.WORKER,
+        decision.id.worker.encode(),
+        names.RANK,
+        decision.id.rank,
+        names.REASON,
+        decision.reason.encode(),
+        names.EXPECTED_CACHED_TOKENS,
+    )
