@@ -21,8 +21,10 @@ Policy = Callable[[FleetView, RouteRequest, "Random", float], Decision | None]
 
 #: Prices closer than this are equal: the draw decides.
 _TIE_SECONDS = 1e-6
-#: Cold ranks up to so many times the lowest price are near enough for routers to agree by hashing.
-_AGREE_RATIO = 1.1
+#: Cold ranks up to so much dearer than the cheapest are near enough for routers to agree by hashing: what each router
+#: alone has learnt of paces and recent work differs by as much.
+_AGREE_RATIO = 1.25
+_AGREE_SECONDS = 0.1
 
 
 def candidates(view: FleetView, request: RouteRequest) -> list[RankView]:
@@ -145,7 +147,8 @@ def _near(
 ) -> list[RankView]:
     """The ranks that cost about the lowest price, if all of those are cold; else the cheapest alone."""
     cheapest = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS]
-    near = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest * _AGREE_RATIO]
+    most = lowest * _AGREE_RATIO + _AGREE_SECONDS
+    near = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= most]
     return cheapest if any(reusable_tokens(rank, request) for rank in near) else near or cheapest
 
 
