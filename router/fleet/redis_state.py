@@ -13,20 +13,19 @@ import contextlib
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from structlog.typing import FilteringBoundLogger
 
 from router.core.load import recent_seconds
 from router.core.types import RankId, RankLoad, SessionKey
 from router.errors import WireError
 from router.fleet.fleet import Fleet
+from router.fleet.redis_link import ANSWER_SECONDS, BROKEN, connect, evaluate, goes_on, trouble
 from router.fleet.registry import Registry
 from router.fleet.shared import HomeBook, PeerLoads, SharedHome
 from router.fleet.shared_workers import WorkerBook, carry_out, records
@@ -34,8 +33,6 @@ from router.settings import SharedSettings
 from router.telemetry.metrics import Metrics
 from router.wire import redis as wire
 
-#: An answer of Redis that takes longer counts as none: the connection is given up.
-_ANSWER_SECONDS = 1.0
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 1.0
 #: Homes written or looked up in one round trip, and round trips between two signs of life.
@@ -50,31 +47,6 @@ _FAREWELL_SECONDS = 0.2
 _FAINT_SECONDS = 1e-3
 
 _T = TypeVar("_T")
-
-
-class Trouble(StrEnum):
-    """What Redis did; a metric label."""
-
-    GONE = "gone"
-    SLOW = "slow"
-    FULL = "full"
-    REFUSED = "refused"  # loading, read only, no permission, not a Redis
-    DAMAGED = "damaged"  # what it gave could not be read
-
-
-def trouble(error: Exception) -> Trouble:
-    """Which trouble an error is."""
-    match error:
-        case exceptions.TimeoutError() | TimeoutError():
-            return Trouble.SLOW
-        case exceptions.OutOfMemoryError():
-            return Trouble.FULL
-        case exceptions.BusyLoadingError() | exceptions.ResponseError() | exceptions.AuthenticationError():
-            return Trouble.REFUSED
-        case WireError() | ValueError():
-            return Trouble.DAMAGED
-        case _:
-            return Trouble.GONE
 
 
 class RedisState:
@@ -101,6 +73,7 @@ class RedisState:
         self._metrics = metrics
         self._log = log
         self._clock = clock
+        self._connect = partial(connect, settings.redis_url, name=f"homing-{replica}")
         self._connect()  # a bad URL shows now
         self._homes = HomeBook(max_sessions=max_sessions, idle_seconds=idle_seconds)
         self._peers = PeerLoads(lease_seconds=settings.lease_seconds)
@@ -162,30 +135,20 @@ class RedisState:
             tasks.create_task(self._keep("look_up", self._answer))
             tasks.create_task(self._watch(fleet, registry))
 
-    def _connect(self) -> Redis:
-        return Redis.from_url(
-            str(self._settings.redis_url),
-            protocol=2,
-            socket_timeout=_ANSWER_SECONDS,
-            socket_connect_timeout=_ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-            client_name=f"homing-{self._replica}",
-        )
-
     async def _keep(self, operation: str, converse: Callable[[Redis], Awaitable[None]]) -> None:
         """Hold one conversation with Redis, and begin it anew whenever it breaks."""
         wait = _FIRST_RETRY_SECONDS
-        while True:
+        while goes_on():
             began_at = self._clock()
             redis = self._connect()
             try:
                 await converse(redis)
-            except (exceptions.RedisError, OSError, TimeoutError) as error:
+            except BROKEN as error:
                 self._count(operation, error)
             finally:
-                with contextlib.suppress(exceptions.RedisError, OSError, TimeoutError):
+                with contextlib.suppress(*BROKEN):
                     await redis.aclose()
-            if self._clock() - began_at > _ANSWER_SECONDS + _LAST_RETRY_SECONDS:
+            if self._clock() - began_at > ANSWER_SECONDS + _LAST_RETRY_SECONDS:
                 wait = _FIRST_RETRY_SECONDS
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, _LAST_RETRY_SECONDS)
@@ -218,7 +181,7 @@ class RedisState:
         try:
             await pubsub.subscribe(self._names.news)
             heard_at = self._clock()
-            while True:
+            while goes_on():
                 message = await pubsub.get_message(timeout=lease)
                 now = self._clock()
                 if message is None:
@@ -274,7 +237,7 @@ class RedisState:
         self._homes.tell_again()
         publish_at = sync_at = -math.inf
         try:
-            while True:
+            while goes_on():
                 await self._tell_homes(redis)
                 now = self._clock()
                 if now >= publish_at:
@@ -285,7 +248,7 @@ class RedisState:
                     sync_at = now + _SYNC_SECONDS
                 await self._rest(publish_at - self._clock())
         except asyncio.CancelledError:
-            with contextlib.suppress(exceptions.RedisError, OSError, TimeoutError):
+            with contextlib.suppress(*BROKEN):
                 async with asyncio.timeout(_FAREWELL_SECONDS):
                     await self._say(redis, wire.Farewell(self._replica))
             raise
@@ -315,7 +278,7 @@ class RedisState:
             await self._say(redis, wire.Homes(self._replica, homes))
             keys = [self._names.home(digest) for digest, _ in taken]
             arguments = wire.bind_arguments(homes, idle_seconds=self._homes.idle_seconds)
-            if await self._is_taken("bind", _evaluate(redis, wire.BIND, keys, arguments)) is None:
+            if await self._is_taken("bind", evaluate(redis, wire.BIND, keys, arguments)) is None:
                 self._homes.not_told(taken)
 
     async def _sync(self, redis: Redis, registry: Registry) -> None:
@@ -328,7 +291,7 @@ class RedisState:
             lease_seconds=_WORKER_LEASE_SECONDS,
             removal_seconds=_REMOVAL_LEASE_SECONDS,
         )
-        reply = await self._is_taken("workers", _evaluate(redis, wire.WORKERS, [self._names.workers], arguments))
+        reply = await self._is_taken("workers", evaluate(redis, wire.WORKERS, [self._names.workers], arguments))
         if reply is None:
             return
         try:
@@ -360,12 +323,12 @@ class RedisState:
     async def _answer(self, redis: Redis) -> None:
         """Ask Redis for what requests want to know, many at a time."""
         try:
-            await redis.ping()
+            await redis.time()
             self._can_answer = True
-            while True:
+            while goes_on():
                 await self._asked.wait()
                 self._asked.clear()
-                while self._asks:
+                while self._asks and goes_on():
                     await self._ask(redis, list(islice(self._asks, _BATCH)))
         finally:
             self._can_answer = False
@@ -391,17 +354,6 @@ class RedisState:
             except WireError as error:
                 self._count("look_up", error)
             self._asks.pop(digest).set_result(None)
-
-
-async def _evaluate(
-    redis: Redis, script: wire.Script, keys: Sequence[str], arguments: Sequence[str | int]
-) -> list[bytes]:
-    """Run a script by its name; Redis forgets scripts when it restarts or is told to."""
-    try:
-        answer = await redis.evalsha(script.sha, len(keys), *keys, *arguments)
-    except exceptions.NoScriptError:
-        answer = await redis.eval(script.text, len(keys), *keys, *arguments)
-    return answer or []
 
 
 def _works(fleet: Fleet, *, now: float) -> list[wire.RankWork]:
