@@ -284,7 +284,7 @@ class PrefixIndex:
         promised = {DENSE: ends[held:]}
         if rank.rules:
             limit = (prompt_tokens - 1) // self.block_tokens
-            known = self._depths(keys, prompt_tokens, self._mask).get(slot, 0)
+            known = self._depths(keys, prompt_tokens, self._mask()).get(slot, 0)
             usable = self._boundary(rank, keys, known)
             kept = {end - end % rank.align for end in ((limit, known) if known > usable else (limit,))}
             for group, rule in rank.rules.items():
@@ -324,7 +324,7 @@ class PrefixIndex:
         ``keys`` are the chain keys of the prompt's whole units. The last token is always computed.
         """
         reusable: dict[int, int] = {}
-        for slot, depth in self._depths(keys, prompt_tokens, self._mask).items():
+        for slot, depth in self._depths(keys, prompt_tokens, self._mask()).items():
             rank = self._ranks[slot]
             units = self._boundary(rank, keys, depth) if rank.rules else depth
             units -= rank.stride * rank.geometry.eagle
@@ -337,7 +337,8 @@ class PrefixIndex:
         lower = self._lower.masks
         if not lower:
             return {}
-        found = self._depths(keys, prompt_tokens, lambda key: self._mask(key) | lower.get(key, 0))
+        device = self._mask()
+        found = self._depths(keys, prompt_tokens, lambda key: (device(key) or 0) | lower.get(key, 0))
         return {slot: depth * self.block_tokens for slot, depth in found.items()}
 
     def _depths(self, keys: Sequence[int], prompt_tokens: int, mask: Mask) -> dict[int, int]:
@@ -352,11 +353,14 @@ class PrefixIndex:
                 found.update({slot: count * stride for slot, count in blocks.items()})
         return found
 
-    def _mask(self, key: int) -> int:
-        mask = self._dense.masks.get(key, 0)
-        if self._dense.stranded:
-            mask &= ~self._dense.stranded.get(key, 0)
-        return mask | self.provisional.dense.get(key, 0)
+    def _mask(self) -> Mask:
+        """Who holds a dense block, or will: as cheap a function as the index's state allows."""
+        masks, stranded, promised = self._dense.masks, self._dense.stranded, self.provisional.dense
+        if stranded:
+            return lambda key: masks.get(key, 0) & ~stranded.get(key, 0) | promised.get(key, 0)
+        if promised:
+            return lambda key: masks.get(key, 0) | promised.get(key, 0)
+        return masks.get
 
     def _boundary(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
         def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
@@ -395,7 +399,7 @@ def _bound(waiting: dict[EngineHash, list[BlockStored]] | dict[EngineHash, list[
 
 
 def _only(mask: Mask, members: int) -> Mask:
-    return lambda key: mask(key) & members
+    return lambda key: (mask(key) or 0) & members
 
 
 def _keys_of(event: BlockStored, parent: int | None, *, unit_tokens: int) -> list[int]:

@@ -76,9 +76,10 @@ class ChainTable(CopyTable):
     def extend(self, slot: int, parent: int | None, keys: Sequence[int]) -> int:
         """A rank stored blocks one after another behind ``parent`` (None: at the start). Returns how many are new."""
         bit = 1 << slot
-        if self._unknown(keys) and (parent is None or self.sound(parent) & bit):
-            # The usual case, at the speed of dict.update: a new tail of a sound prefix.
-            self.masks.update(dict.fromkeys(keys, bit))
+        if not self.stranded and self.masks.keys().isdisjoint(keys) and (parent is None or self.sound(parent) & bit):
+            # The usual case, at the speed of dict.update: a new tail of a sound prefix. Without holes no block that
+            # nobody holds has children, so no link is lost.
+            self.masks.update(zip(keys, itertools.repeat(bit)))
             self._children.update(itertools.pairwise(keys))
             if parent is not None and keys:
                 self._link(parent, keys[0])
@@ -128,14 +129,6 @@ class ChainTable(CopyTable):
         """Let go of links that lead to nothing."""
         for key in [key for key in self._children if not self._has_held_child(key)]:
             del self._children[key]
-
-    def _unknown(self, keys: Sequence[int]) -> bool:
-        """None of the keys is in the table, and none comes twice."""
-        return (
-            self.masks.keys().isdisjoint(keys)
-            and self._children.keys().isdisjoint(keys)
-            and len(set(keys)) == len(keys)
-        )
 
     def _heal(self, key: int, bit: int) -> None:
         """The hole at ``key`` is filled: blocks behind it are sound again, up to the next hole."""

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-#: Slot bits of one block, by its key.
-Mask = Callable[[int], int]
+#: Slot bits of one block, by its key; None is none, so that ``dict.get`` is such a function.
+Mask = Callable[[int], int | None]
 
 
 class Kind(StrEnum):
@@ -103,26 +103,29 @@ def slots_of(mask: int) -> Iterator[int]:
 def depths(keys: Sequence[int], mask: Mask, *, limit: int) -> dict[int, int]:
     """How many blocks from the start each slot holds, up to ``limit``; slots that hold none are left out.
 
-    What a slot holds must be downward closed, so each change is found by bisection.
+    What a slot holds must be downward closed, so the places where slots end are found by halving: a stretch whose both
+    ends are held by the same slots is not looked into.
     """
-    found: dict[int, int] = {}
     if limit <= 0:
-        return found
-    alive = mask(keys[0])
-    start = 0
-    while alive:
-        # All of `alive` hold block `start`; find the first block that one of them lacks.
-        low, high = start, limit
+        return {}
+    first = mask(keys[0]) or 0
+    last = (mask(keys[limit - 1]) or 0) & first
+    found = dict.fromkeys(slots_of(last), limit)
+    stretches = [(0, limit - 1, first & ~last)] if first != last else []
+    while stretches:
+        low, high, ending = stretches.pop()  # these hold block `low` and not block `high`
         while high - low > 1:
-            middle = (low + high) // 2
-            if mask(keys[middle]) & alive == alive:
+            middle = (low + high) >> 1
+            between = (mask(keys[middle]) or 0) & ending
+            if between == ending:
                 low = middle
-            else:
+            elif not between:
                 high = middle
-        remaining = 0 if high == limit else mask(keys[high]) & alive
-        for slot in slots_of(alive & ~remaining):
+            else:
+                stretches.append((low, middle, ending & ~between))
+                low, ending = middle, between
+        for slot in slots_of(ending):
             found[slot] = high
-        alive, start = remaining, high
     return found
 
 
@@ -148,7 +151,7 @@ def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Ru
     end = depth // stride // step * step
 
     def held(block: int) -> bool:
-        return bool(mask(keys[(block + 1) * stride - 1]) & bit)
+        return bool((mask(keys[(block + 1) * stride - 1]) or 0) & bit)
 
     if rule.kind is Kind.WINDOW:
         block = end - 1
