@@ -26,6 +26,7 @@ from loadtest.simulate.runs import (
     sent_blocks,
 )
 from router.core.admission import Admission, AdmissionParameters, Hold, Visit
+from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.load import Claim, LoadBook
 from router.core.pace import PaceLearner, judge, prior
@@ -102,7 +103,16 @@ class Flight:
     claim: Claim
     promise: int
     binding: Binding | None
-    visit: Visit | None
+    visit: Visit
+
+
+class _NeverHold(Guard):
+    """For policies without admission: it learns, and lets everybody pass."""
+
+    def decide(self, *, now: float) -> bool:
+        """Never."""
+        super().decide(now=now)
+        return False
 
 
 @dataclass(slots=True)
@@ -122,7 +132,7 @@ class World:
         self._meter = meter
         self._rng = random.Random(scenario.seed)
         self._policy = comparator(policy, CostParameters())
-        self._admission = Admission(AdmissionParameters()) if policy == "affinity" else None
+        self._admission = Admission(AdmissionParameters(), None if policy == "affinity" else _NeverHold())
         self._held: dict[int, Request] = {}
         self._loads = LoadBook()
         self._sessions = SessionTable(max_sessions=200_000, idle_seconds=14_400.0)
@@ -231,9 +241,6 @@ class World:
         request.arrived_at = self.now
         request.ideal_tokens = self._tokens(ever_blocks(request.path), request)
         remember(request.path)
-        if self._admission is None:
-            self._send(request, self._asked(request))
-            return
         asked = self._asked(request)
         passed = self._admission.offer(asked, self._view, now=self.now)
         if isinstance(passed, Hold):
@@ -242,8 +249,6 @@ class World:
             self._send(request, replace(asked, allowed=passed.slots))
 
     def _release(self) -> None:
-        if self._admission is None:
-            return
         while (released := self._admission.release(self._view, now=self.now)) is not None:
             request = self._held.pop(released.ticket)
             self._send(request, replace(self._asked(request), allowed=released.admit.slots))
@@ -266,6 +271,7 @@ class World:
             home=home,
             exclude=request.exclude,
             loadable_tokens=loadable,
+            return_ratio=self._admission.guard.return_ratio,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),
         )
@@ -311,9 +317,7 @@ class World:
         binding = None
         if request.session is not None:
             binding = self._sessions.start(MODEL, request.session, slot=slot, now=self.now)
-        visit = None
-        if self._admission is not None:
-            visit = self._admission.start(asked, slot, self._view, now=self.now)
+        visit = self._admission.start(asked, slot, self._view, now=self.now)
         claim = self._loads.open(
             slot,
             prompt_tokens=request.prompt_tokens,
@@ -339,8 +343,7 @@ class World:
                 uncached_tokens=job.prompt_tokens - job.cached_tokens,
                 context_tokens=job.prompt_tokens,
             )
-        if flight.visit is not None:
-            flight.visit.first_token()
+        flight.visit.first_token()
         self._meter.first_token(request, job, now=self.now)
         self.at(self.now, self._release)
 
@@ -348,10 +351,9 @@ class World:
         flight = self._ranks[slot].jobs.pop(job)
         request = flight.request
         self._end(slot, flight, kept=True)
-        if self._admission is not None and flight.visit is not None:
-            self._admission.finish(
-                flight.visit, now=self.now, cached_tokens=job.cached_tokens, ideal_tokens=request.ideal_tokens
-            )
+        self._admission.finish(
+            flight.visit, now=self.now, cached_tokens=job.cached_tokens, ideal_tokens=request.ideal_tokens
+        )
         judge(
             self._views[slot].trust,
             predicted_tokens=flight.decision.expected_cached_tokens,
@@ -388,12 +390,10 @@ class World:
         self._wake(0)
         self._set_status(0, RankStatus.DOWN)
         self._sessions.forget_slot(0)
-        if self._admission is not None:
-            self._admission.forget_slot(0)
+        self._admission.forget_slot(0)
         for flight in lost:
             self._end(0, flight, kept=False)
-            if self._admission is not None and flight.visit is not None:
-                self._admission.finish(flight.visit, now=self.now)
+            self._admission.finish(flight.visit, now=self.now)
             self._again(flight.request)
 
     def _again(self, request: Request) -> None:

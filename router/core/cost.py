@@ -3,19 +3,22 @@
     price = wait + work + decode + evict + move
 
 - wait: prefill already queued there, and a little for what was sent there lately;
-- work: prefill of what the rank does not hold;
+- work: prefill of what the rank does not hold, and loading of what lies in a lower tier there;
 - decode: how much the requests decoding there slow this one, and it them;
 - evict: the recomputation this request's blocks will cause by pushing others out;
-- move: what leaving home costs the turns that follow: so many times what home saves. A session is sticky while
-  it is warm at home, and free once it is cold.
+- move: what leaving home costs others: so many times what home saves. A session is sticky while it is warm at home,
+  and free once it is cold. The factor has two parts. The turns that follow lose what this one loses, as many as are
+  expected: for agents, which come back, ``move_weight``, for readers few. And computing again what home holds keeps
+  everybody waiting, the longer the busier the ranks are: by rho / (1 - rho) for a second of work.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.core.load import recent_seconds, wait_seconds
+from router.core.load import RECENT_HALF_LIFE_SECONDS, recent_seconds, wait_seconds
 from router.core.pace import prefill_seconds
 from router.core.types import Price, RankView, RouteRequest
 
@@ -25,11 +28,15 @@ _DECODE_STEPS = 300
 _EVICTED_RETURN_RATIO = 0.5
 #: Recent work as wait: enough to break ties between idle ranks, too little to leave a cache for.
 _RECENT_WEIGHT = 0.02
+#: A token loaded from a lower tier, in tokens computed.
+_LOAD_RATIO = 0.2
+#: Ranks are never taken to be busier than this, or nothing would ever move.
+_LARGEST_BUSY_RATIO = 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
-    """Constants of the price; ``move_weight`` multiplies the seconds that home saves."""
+    """Constants of the price; ``move_weight`` is for conversations that are sure to come back."""
 
     move_weight: float = 16.0
 
@@ -40,9 +47,15 @@ def reusable_tokens(rank: RankView, request: RouteRequest) -> int:
 
 
 def work_seconds(rank: RankView, request: RouteRequest) -> float:
-    """Prefill of what the rank does not hold."""
-    uncached = request.prompt_tokens - reusable_tokens(rank, request)
-    return prefill_seconds(rank.pace, uncached_tokens=uncached, context_tokens=request.prompt_tokens)
+    """Prefill of what the rank does not hold, and the loading of what lies in a lower tier there."""
+    prompt_tokens = request.prompt_tokens
+    reusable = reusable_tokens(rank, request)
+    computed = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - reusable, context_tokens=prompt_tokens)
+    loadable = request.loadable_tokens.get(rank.slot, 0) if request.loadable_tokens else 0
+    if loadable <= reusable:
+        return computed
+    rest = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - loadable, context_tokens=prompt_tokens)
+    return rest + _LOAD_RATIO * (computed - rest)
 
 
 def price(
@@ -58,17 +71,22 @@ def prices(
 ) -> list[Price]:
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
-    move_seconds = 0.0 if home is None else parameters.move_weight * _saved_at_home(home, request)
+    recent = [recent_seconds(rank.load, now=now) for rank in ranks]
+    move_seconds = 0.0
+    if home is not None:
+        busy_ratio = _busy_ratio(recent)
+        factor = parameters.move_weight * request.return_ratio + busy_ratio / (1.0 - busy_ratio)
+        move_seconds = factor * _saved_at_home(home, request)
     home_slot = None if home is None else home.slot
     found: list[Price] = []
-    for rank in ranks:
+    for rank, recent_work_seconds in zip(ranks, recent, strict=True):
         load, pace = rank.load, rank.pace
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
                 rank.slot,
-                wait_seconds(load, now=now) + _RECENT_WEIGHT * recent_seconds(load, now=now),
-                prefill_seconds(pace, uncached_tokens=uncached_tokens, context_tokens=prompt_tokens),
+                wait_seconds(load, now=now) + _RECENT_WEIGHT * recent_work_seconds,
+                work_seconds(rank, request),
                 _DECODE_STEPS
                 * pace.factor
                 * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
@@ -77,6 +95,12 @@ def prices(
             )
         )
     return found
+
+
+def _busy_ratio(recent: Sequence[float]) -> float:
+    """Share of the ranks' time that is sent to them as prefill: fading work over the integral of its fading."""
+    mean = sum(recent) / len(recent)
+    return min(_LARGEST_BUSY_RATIO, mean * math.log(2.0) / RECENT_HALF_LIFE_SECONDS)
 
 
 def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:

@@ -144,6 +144,7 @@ class RouteRequest:
     ``home`` is the slot that served this session last, if it is still known.
     ``loadable_tokens[slot]`` is the same prefix when lower tiers count too (absent: no more than is reusable).
     ``allowed`` are the slots that admission left open (None: all).
+    ``return_ratio`` is how likely the conversation is to ask again soon, as far as is known.
     """
 
     model: str
@@ -155,6 +156,7 @@ class RouteRequest:
     exclude: frozenset[int] = frozenset()
     loadable_tokens: Mapping[int, int] = field(default_factory=dict)
     allowed: frozenset[int] | None = None
+    return_ratio: float = 1.0
 
 
 class Price(NamedTuple):

@@ -77,9 +77,14 @@ def test_a_prefix_without_a_home_is_followed() -> None:
     assert decide(AFFINITY, Fleet(4), request(reusable_tokens={1: 900})) == (1, Reason.PREFIX)
 
 
-@pytest.mark.parametrize(("queued_seconds", "expected"), [(14.9, (0, Reason.HOME)), (15.1, (1, Reason.SPILL))])
+@pytest.mark.parametrize(("queued_seconds", "expected"), [(15.2, (0, Reason.HOME)), (15.4, (1, Reason.SPILL))])
 def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, expected: tuple[int, Reason]) -> None:
-    """Leaving costs 16 * 0.9 + 1.0 = 15.4 s; staying 1.02 * queue (2 % recent work) + 0.13: 15.33 or 15.53 s."""
+    """Leaving costs more the busier the ranks are; staying costs the queue.
+
+    15.2 s sent to one of two ranks in a half-life of 20 s: rho = 7.6 * ln 2 / 20 = 0.263, rho / (1 - rho) = 0.358.
+    Leaving: (16 + 0.358) * 0.9 + 1.0 = 15.72 s; staying: 1.02 * queue (2 % recent work) + 0.13 = 15.63 s, or 15.84 s
+    with 15.4 s in the queue.
+    """
     fleet = Fleet(2)
     fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=queued_seconds, now=0.0)
 

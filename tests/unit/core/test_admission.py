@@ -1,0 +1,318 @@
+"""Who may start and who waits; pools of 1,000 tokens, of which charges may fill 900, so that sums can be read off."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from router.core.admission import (
+    Admission,
+    AdmissionParameters,
+    Admit,
+    Barrier,
+    Hold,
+    Passage,
+    Released,
+    Visit,
+)
+from router.core.admission_guard import Guard
+from router.core.load import LoadBook
+from router.core.pace import prior
+from router.core.types import FleetView, RankId, RankStatus, RankView, RouteRequest, SessionKey, Trust
+
+
+def fleet(ranks: int, *, pool_tokens: int = 1000) -> FleetView:
+    book = LoadBook()
+    return FleetView(
+        tuple(
+            RankView(
+                slot=slot,
+                id=RankId("w", slot),
+                models=frozenset({"m"}),
+                status=RankStatus.READY,
+                load=book.load(slot),
+                pace=prior(10_000.0),
+                trust=Trust(),
+                pool_tokens=pool_tokens,
+            )
+            for slot in range(ranks)
+        )
+    )
+
+
+def ask(name: str, tokens: int, *, agent: str = "", cached: dict[int, int] | None = None) -> RouteRequest:
+    return RouteRequest(
+        model="m",
+        prompt_tokens=tokens,
+        output_tokens=0,
+        reusable_tokens=cached or {},
+        session=SessionKey("", name, agent),
+    )
+
+
+class AlwaysHold(Guard):
+    """A guard that is never persuaded."""
+
+    def decide(self, *, now: float) -> bool:
+        return True
+
+
+class Desk:
+    """An admission with the steps that a data plane takes."""
+
+    def __init__(self, view: FleetView, guard: Guard | None = None) -> None:
+        self.view = view
+        self.admission = Admission(AdmissionParameters(budget_ratio=0.9), guard)
+
+    def offer(self, request: RouteRequest, *, now: float = 0.0) -> Admit | Hold:
+        return self.admission.offer(request, self.view, now=now)
+
+    def send(self, request: RouteRequest, *, now: float = 0.0) -> Visit:
+        """Offered, admitted, and sent to the first slot that is open to it."""
+        admit = self.offer(request, now=now)
+        assert isinstance(admit, Admit), admit
+        return self.admission.start(request, min(admit.slots or {0}), self.view, now=now)
+
+    def turn(self, request: RouteRequest, *, now: float = 0.0) -> None:
+        """Sent, and over at once."""
+        visit = self.send(request, now=now)
+        self.admission.finish(visit, now=now)
+
+    def release(self, *, now: float) -> Released | None:
+        return self.admission.release(self.view, now=now)
+
+
+def test_charges_stay_within_the_budget() -> None:
+    """400 and 400 fit into 900; another 200 does not, and waits first in the queue."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 400))
+    desk.turn(ask("b", 400))
+
+    assert desk.offer(ask("c", 200)) == Hold(1, 1, Barrier.BUDGET)
+    assert desk.admission.charged_tokens(0) == 800
+
+
+def test_room_is_made_by_idleness_alone_and_no_more_than_is_needed() -> None:
+    """After a minute a, b and c may lapse. d needs 300: with 100 free a's 300 must go, b and c stay admitted."""
+    desk = Desk(fleet(1))
+    for number, name in enumerate("abc"):
+        desk.turn(ask(name, 300 if name == "a" else 250), now=float(number))
+    assert isinstance(desk.offer(ask("d", 300), now=10.0), Hold)
+    assert desk.release(now=60.0) is None  # a has been idle for sixty seconds, not for longer
+
+    released = desk.release(now=63.0)
+    assert released == Released(1, Admit(Passage.ROOM, frozenset({0})))
+    desk.admission.start(ask("d", 300), 0, desk.view, now=63.0)
+    assert desk.admission.charged_tokens(0) == 250 + 250 + 300
+    assert isinstance(desk.offer(ask("b", 250), now=64.0), Admit)
+    assert isinstance(desk.offer(ask("a", 300), now=64.0), Hold)
+
+
+def test_the_queue_is_strictly_first_come_first_served() -> None:
+    """A small request that would fit waits behind a large one that does not; when that gives up, it goes."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 500))
+    large = desk.offer(ask("large", 600))
+    small = desk.offer(ask("small", 100))
+
+    assert large == Hold(1, 1, Barrier.BUDGET)
+    assert small == Hold(2, 2, Barrier.QUEUE)
+    assert desk.release(now=1.0) is None
+    desk.admission.cancel(1)
+    assert desk.admission.position(2) == 1
+    assert desk.release(now=1.0) == Released(2, Admit(Passage.ROOM, frozenset({0})))
+    assert desk.admission.held == 0
+
+
+def test_who_is_admitted_passes_those_who_wait() -> None:
+    """An admitted conversation, its subagent, a warm prompt that fits, and one that names nobody."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 600))
+    assert isinstance(desk.offer(ask("waits", 500)), Hold)
+
+    passages = [
+        desk.offer(request)
+        for request in (
+            ask("a", 650),
+            ask("other", 800, agent="child"),
+            ask("warm", 400, cached={0: 280}),  # 70 %, and 600 + 400 are within 1.05 of the pool
+            RouteRequest(model="m", prompt_tokens=800, output_tokens=0),
+        )
+    ]
+    assert [passage.why for passage in passages] == [
+        Passage.ADMITTED,
+        Passage.CHILD,
+        Passage.WARM,
+        Passage.KEYLESS,
+    ]
+    assert isinstance(desk.offer(ask("lukewarm", 400, cached={0: 279})), Hold)
+    assert isinstance(desk.offer(ask("too large", 500, cached={0: 500})), Hold)
+
+
+def test_subagents_are_charged_though_they_pass() -> None:
+    """A child's 300 tokens beside 400 leave 200."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 400))
+    desk.turn(ask("a", 300, agent="child"))
+
+    assert isinstance(desk.offer(ask("b", 201)), Hold)
+    desk.admission.cancel(1)
+    assert isinstance(desk.offer(ask("b", 200)), Admit)
+
+
+def test_one_cold_conversation_at_a_time_on_each_rank() -> None:
+    """Two ranks take one each; the third waits for a first token, and goes to the rank that gave it."""
+    desk = Desk(fleet(2))
+    first = desk.send(ask("a", 100))
+    desk.send(ask("b", 100))
+
+    assert desk.offer(ask("c", 100)) == Hold(1, 1, Barrier.COLD_START)
+    first.first_token()
+    first.first_token()
+    assert desk.release(now=1.0) == Released(1, Admit(Passage.ROOM, frozenset({0})))
+
+
+def test_a_rank_without_active_conversations_takes_any_size() -> None:
+    """A prompt larger than the budget does not wait for ever: it starts where all others have fallen idle."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 500))
+    assert isinstance(desk.offer(ask("giant", 950)), Hold)
+
+    assert desk.release(now=60.0) is None
+    assert isinstance(desk.release(now=61.0), Released)
+
+
+def test_what_all_ranks_hold_is_charged_to_nobody() -> None:
+    """A system prompt of 300 tokens on both ranks: conversations of 500 occupy 200 by themselves."""
+    desk = Desk(fleet(2))
+    for name in "abcd":
+        desk.turn(ask(name, 500, cached={0: 300, 1: 300}))
+
+    assert desk.admission.charged_tokens(0) == 800
+
+
+def test_a_conversation_that_moves_takes_its_charge_along() -> None:
+    """Booked on the rank it was sent to last."""
+    desk = Desk(fleet(2))
+    desk.turn(ask("a", 500))
+    desk.admission.finish(desk.admission.start(ask("a", 600), 1, desk.view, now=1.0), now=1.0)
+
+    assert (desk.admission.charged_tokens(0), desk.admission.charged_tokens(1)) == (0, 600)
+
+
+def test_a_lost_ranks_conversations_start_anew() -> None:
+    """Its charges are gone with it, also those of a request that ends afterwards."""
+    desk = Desk(fleet(1))
+    visit = desk.send(ask("a", 800))
+    desk.admission.forget_slot(0)
+    desk.admission.finish(visit, now=1.0)
+
+    assert desk.admission.charged_tokens(0) == 0
+    assert desk.offer(ask("b", 800)) == Admit(Passage.ROOM, frozenset({0}))
+
+
+def test_no_rank_that_is_not_ready_is_offered() -> None:
+    """Rank 0 is draining."""
+    view = fleet(2)
+    desk = Desk(replace(view, ranks=(replace(view.ranks[0], status=RankStatus.DRAINING), view.ranks[1])))
+
+    assert desk.offer(ask("a", 100)) == Admit(Passage.ROOM, frozenset({1}))
+
+
+def test_admission_never_runs_over() -> None:
+    """Random conversations that come, pause and go: whoever is given room fits beside the active, or finds none."""
+    rng = random.Random(7)
+    desk = Desk(fleet(3), AlwaysHold())
+    sizes: dict[int, RouteRequest] = {}
+    running: list[Visit] = []
+    given = held = 0
+
+    def start(request: RouteRequest, admit: Admit, now: float) -> None:
+        nonlocal given
+        slot = min(admit.slots or {rng.randrange(3)})
+        others = [
+            c for c in desk.admission._charges.values() if c.slot == slot and (c.inflight or now - c.idle_since <= 60)
+        ]
+        if admit.why is Passage.ROOM:
+            given += 1
+            assert not others or sum(charge.tokens for charge in others) + request.prompt_tokens <= 900
+        running.append(desk.admission.start(request, slot, desk.view, now=now))
+
+    for now in range(4000):
+        request = ask(f"s{rng.randrange(400)}", rng.randrange(50, 400))
+        answer = desk.offer(request, now=float(now))
+        if isinstance(answer, Admit):
+            start(request, answer, float(now))
+        else:
+            held += 1
+            sizes[answer.ticket] = request
+        while running and rng.random() < 0.6:
+            desk.admission.finish(running.pop(rng.randrange(len(running))), now=float(now))
+        while (released := desk.release(now=float(now))) is not None:
+            start(sizes.pop(released.ticket), released.admit, float(now))
+        if rng.random() < 0.1 and sizes:
+            desk.admission.cancel(sizes.popitem()[0])
+
+    assert given > 100
+    assert held > 100
+
+
+def test_traffic_that_does_not_come_back_is_not_held() -> None:
+    """Forty conversations of one request each, one a second: the guard gives up on them after half a minute."""
+    desk = Desk(fleet(1, pool_tokens=100_000))
+    for second in range(60):
+        desk.turn(ask(f"once{second}", 1000), now=float(second))
+
+    assert desk.admission.guard.return_ratio < Guard.RETURN_OFF
+    assert not desk.admission.guard.on
+    desk.turn(ask("large", 89_000), now=60.0)
+    assert desk.offer(ask("beside", 89_000), now=60.0) == Admit(Passage.OFF)
+
+
+def test_conversations_that_come_back_keep_the_guard_on() -> None:
+    """Ten conversations that ask every ten seconds for ten minutes."""
+    guard = Guard()
+    for second in range(600):
+        conversation = ("m", SessionKey("", f"s{second % 10}"))
+        guard.arrived(conversation, now=float(second))
+        guard.left(conversation, now=second + 0.5)
+
+    assert guard.decide(now=600.0)
+    assert guard.return_ratio == 1.0
+
+
+def test_the_guard_waits_for_evictions_and_forgets_them() -> None:
+    """No verdict before the pools were filled once, nor while requests are held; then 2 % is little, 20 % enough."""
+    guard = Guard()
+    learn = {"tokens": 100, "pool_tokens": 1000, "now": 0.0}
+    for _ in range(10):
+        guard.computed(**learn, evicted_tokens=0, is_holding=False)  # type: ignore[arg-type]
+    guard.computed(**learn, evicted_tokens=0, is_holding=True)  # type: ignore[arg-type]
+    assert guard.evicted_ratio == 1.0
+    assert guard.decide(now=0.0)
+
+    guard.computed(**learn, evicted_tokens=2, is_holding=False)  # type: ignore[arg-type]
+    assert guard.evicted_ratio == 0.02
+    assert not guard.decide(now=0.0)
+    guard.computed(**learn, evicted_tokens=38, is_holding=False)  # type: ignore[arg-type]
+    assert guard.evicted_ratio == 0.2
+    assert guard.decide(now=0.0)
+    guard.computed(tokens=100, evicted_tokens=0, pool_tokens=1000, is_holding=False, now=120.0)
+    assert guard.evicted_ratio == 20 / (100 + 100)
+
+
+def test_what_outgrew_the_ranks_while_the_guard_was_off_is_shed() -> None:
+    """Off, 600 idle, then 500 and 400 in flight, are charged to 900: the idle one and the newest lose their place."""
+    guard = Guard()
+    guard.on = False
+    guard._departed = 1000.0
+    desk = Desk(fleet(1), guard)
+    desk.turn(ask("idle", 600))
+    desk.send(ask("older", 500))
+    desk.send(ask("newer", 450))
+    guard._departed = guard._returned = 1000.0
+
+    assert isinstance(desk.offer(ask("idle", 600), now=1.0), Hold)
+    assert desk.admission.charged_tokens(0) == 500
+    assert isinstance(desk.offer(ask("older", 500), now=1.0), Admit)
+    assert isinstance(desk.offer(ask("newer", 450), now=1.0), Hold)
