@@ -86,6 +86,7 @@ def build(settings: ShimSettings) -> Shim:
             page_tokens=settings.page_tokens,
             pool_tokens=settings.pool_tokens,
             window_pool_tokens=settings.window_pool_tokens,
+            state_slots=settings.state_slots,
         )
         limit = settings.max_context_tokens or card.config.max_positions
         if limit > card.config.max_positions:
@@ -210,7 +211,7 @@ def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, lim
             eos_token_ids=frozenset(card.eos_token_ids),
         )
     except ValueError as error:
-        raise StartError(f"window_pool_tokens: {error}") from error
+        raise StartError(str(error)) from error
 
 
 def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Callable[[], Runner]:

@@ -79,6 +79,9 @@ class ShimSettings(BaseModel):
     window_pool_tokens: _Positive | None = Field(
         None, description="Cache of each rank for sliding-window layers. Default: as pool_tokens."
     )
+    state_slots: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="Recurrent states kept by each rank. Default: one per 256 of pool_tokens, 16 at least."
+    )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
     max_context_tokens: _Positive | None = Field(

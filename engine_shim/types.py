@@ -41,8 +41,8 @@ class CacheGroup:
 class CacheLayout:
     """The cache of one rank: groups and, for each, how many pages its pool has (null page included).
 
-    Group 0 is always the full-attention group; of window and state groups there is one each at most. Long prompts
-    leave a state every ``checkpoint_tokens`` (a multiple of the page).
+    Group 0 is the full-attention group, a window group follows, then a state group, if the model has such layers.
+    Long prompts leave a state every ``checkpoint_tokens`` (a multiple of the page).
     """
 
     page_tokens: int

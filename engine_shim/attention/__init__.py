@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: ``plan`` does the index arithmetic, ``paged`` the attention (torch)."""
+"""Layers over cached state: ``plan`` does the index arithmetic, ``paged`` attention, ``recurrent`` delta nets."""

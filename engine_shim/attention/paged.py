@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine_shim.attention.plan import Plan, Segment
-from engine_shim.types import CacheLayout
+from engine_shim.types import CacheLayout, GroupKind
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Keys and values of one rank, one tensor per group: ``[layers, pages, page_tokens, kv_heads, head_dim]``.
+    """Keys and values of one rank, a tensor per attention group: ``[layers, pages, page_tokens, kv_heads, head_dim]``.
 
     The tensors' contents belong to the runner: a step writes the slots of its own tokens and nothing else.
     """
@@ -31,6 +31,7 @@ class Pools:
         shapes = [
             (len(group.layers), pages, layout.page_tokens, kv_heads, head_dim)
             for group, pages in zip(layout.groups, layout.pages, strict=True)
+            if group.kind is not GroupKind.STATE
         ]
         keys, values = (tuple(torch.zeros(s, device=device, dtype=dtype) for s in shapes) for _ in range(2))
         return cls(layout=layout, keys=keys, values=values)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk
+from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind
 
 Integers = npt.NDArray[np.int64]
 
@@ -45,13 +45,30 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlan:
+    """States of the chunks: slots to read and to write, which are ``fresh`` (start from zero), all ``[chunks]``.
+
+    ``parts`` are the chunks that run side by side, with as many rows each: their numbers, and their rows in the batch.
+    """
+
+    sources: Tensor
+    targets: Tensor
+    fresh: Tensor
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order."""
+    """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order.
+
+    ``groups`` are those of attention; ``states`` is None for a model without recurrent layers.
+    """
 
     tokens: Tensor
     positions: Tensor
     sampled: Tensor
     groups: tuple[GroupPlan, ...]
+    states: StatePlan | None
 
 
 def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype: torch.dtype) -> Plan:
@@ -69,6 +86,8 @@ def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype:
 
     groups = []
     for group in layout.groups:
+        if group.kind is GroupKind.STATE:
+            continue
         writes = np.concatenate([_written_slots(c, group, page_tokens=layout.page_tokens) for c in chunks])
         segments = []
         for members in _together(chunks, group):
@@ -83,6 +102,24 @@ def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype:
         positions=place(positions),
         sampled=place(sampled),
         groups=tuple(groups),
+        states=_states(chunks, layout.state, first_rows, device=device) if layout.state else None,
+    )
+
+
+def _states(chunks: Sequence[Chunk], group: CacheGroup, first_rows: Integers, *, device: torch.device) -> StatePlan:
+    slots = np.array([chunk.tables[group.index] for chunk in chunks], dtype=np.int64)
+    singles = [i for i, chunk in enumerate(chunks) if chunk.count == 1]
+    parts = [(singles, first_rows[singles])] if singles else []
+    for i, chunk in enumerate(chunks):
+        if chunk.count > 1:
+            parts.append(([i], np.arange(first_rows[i], first_rows[i] + chunk.count)))
+    return StatePlan(
+        sources=torch.from_numpy(slots[:, 0].copy()).to(device),
+        targets=torch.from_numpy(slots[:, 1].copy()).to(device),
+        fresh=torch.from_numpy(slots[:, 0] == NULL_PAGE).to(device),
+        parts=tuple(
+            (torch.tensor(members, device=device), torch.from_numpy(rows).to(device)) for members, rows in parts
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a decoder looks like: one description for Llama, Qwen3, Gemma 3 and the needle model. No torch.
+"""What a decoder looks like: one description for Llama, Qwen3, Qwen3-Next, Gemma 3 and the needle model. No torch.
 
 ``from_hugging_face`` reads a ``config.json``, ``from_gguf`` the metadata of a GGUF file. What the decoder cannot
 run is refused by name, never ignored.
@@ -42,19 +42,43 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, half-split layout. ``scale`` divides every frequency (transformers' "linear")."""
+    """Rotary positions, half-split layout. ``scale`` divides every frequency (transformers' "linear").
+
+    ``turned_ratio`` of each head, its first dimensions, is turned; the rest has no position.
+    """
 
     base: float
     scale: float = 1.0
+    turned_ratio: float = 1.0
     llama3: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """How one layer looks back. ``window_tokens`` counts the query itself; None is full attention."""
+    """How one layer looks back. ``window_tokens`` counts the query itself; None is full attention.
+
+    ``recurrent``: not by attention at all, but by a gated delta net (``ModelConfig.delta_net``).
+    """
 
     window_tokens: int | None
     rope: Rope | None
+    recurrent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Shape of recurrent layers. Each key head serves ``value_heads / key_heads`` value heads in a row."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Width of queries, keys and values together: what the convolution runs over."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,8 @@ class ModelConfig:
     output_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    gated_attention: bool = False
+    delta_net: DeltaNet | None = None
     final_softcap: float | None = None
 
 
@@ -87,6 +113,20 @@ class ModelConfig:
 _FAMILIES: dict[str, Mapping[str, object]] = {
     "llama": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     "qwen3": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128},
+    "qwen3_next": {
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "num_experts": 512,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
     "gemma3_text": {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -176,7 +216,10 @@ def from_hugging_face(config: Mapping[str, object]) -> ModelConfig:
     heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", hidden_size // heads)
-    gemma = family == "gemma3_text"
+    gemma, hybrid = family == "gemma3_text", family == "qwen3_next"
+    if hybrid:
+        fields.refuse("num_experts")
+        fields.refuse("attention_bias")
     activation = fields.get("hidden_activation" if gemma else "hidden_act") or "silu"
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(f"activation {activation!r} is not supported")
@@ -185,12 +228,12 @@ def from_hugging_face(config: Mapping[str, object]) -> ModelConfig:
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         mlp_size=fields.integer("intermediate_size"),
-        layers=_layers(fields, local_rope=gemma),
+        layers=_layers(fields, local_rope=gemma, hybrid=hybrid),
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         attention_scale=(fields.number("query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
-        norm=Norm.RMS_PLUS_ONE if gemma else Norm.RMS,
+        norm=Norm.RMS_PLUS_ONE if gemma or hybrid else Norm.RMS,
         norm_eps=fields.number("rms_norm_eps"),
         activation=_ACTIVATIONS[str(activation)],
         max_positions=fields.integer("max_position_embeddings"),
@@ -199,8 +242,10 @@ def from_hugging_face(config: Mapping[str, object]) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=fields.flag("attention_bias"),
         output_bias=fields.flag("attention_bias"),
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_next", "gemma3_text"),
         post_norms=gemma,
+        gated_attention=hybrid,
+        delta_net=_delta_net(fields) if hybrid else None,
         final_softcap=None if softcap is None else fields.number("final_logit_softcapping"),
     )
 
@@ -257,10 +302,23 @@ def _needle(fields: _Fields) -> ModelConfig:
     )
 
 
-def _layers(fields: _Fields, *, local_rope: bool) -> tuple[LayerConfig, ...]:
+def _delta_net(fields: _Fields) -> DeltaNet:
+    return DeltaNet(
+        key_heads=fields.integer("linear_num_key_heads"),
+        value_heads=fields.integer("linear_num_value_heads"),
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        kernel=fields.integer("linear_conv_kernel_dim"),
+    )
+
+
+def _layers(fields: _Fields, *, local_rope: bool, hybrid: bool) -> tuple[LayerConfig, ...]:
     """Layer kinds from ``layer_types`` or the older pattern; rope from either of transformers' two spellings."""
     count = fields.integer("num_hidden_layers")
     types = fields.get("layer_types")
+    if types is None and hybrid:
+        period = fields.integer("full_attention_interval")
+        types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(count)]
     if types is None and local_rope:
         period = fields.integer("_sliding_window_pattern", fields.integer("sliding_window_pattern"))
         types = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
@@ -280,11 +338,18 @@ def _layers(fields: _Fields, *, local_rope: bool) -> tuple[LayerConfig, ...]:
             "sliding_attention": _rope(local, fields.number("rope_local_base_freq")),
         }
     else:
-        rope = _rope(parameters or fields.mapping("rope_scaling"), fields.number("rope_theta"))
+        rope = _rope(
+            parameters or fields.mapping("rope_scaling"),
+            fields.number("rope_theta"),
+            turned_ratio=fields.number("partial_rotary_factor", 1.0) if hybrid else None,
+        )
         ropes = {"full_attention": rope, "sliding_attention": rope}
 
     layers = []
     for kind in types:
+        if hybrid and kind == "linear_attention":
+            layers.append(LayerConfig(window_tokens=None, rope=None, recurrent=True))
+            continue
         if kind not in ropes:
             raise UnsupportedModelError(f"layer type {kind!r} is not supported")
         window = fields.integer("sliding_window") if kind == "sliding_attention" else None
@@ -292,20 +357,24 @@ def _layers(fields: _Fields, *, local_rope: bool) -> tuple[LayerConfig, ...]:
     return tuple(layers)
 
 
-def _rope(parameters: object, base: float) -> Rope:
-    """One rope of ``rope_parameters`` or ``rope_scaling``; ``base`` where the parameters name none."""
+def _rope(parameters: object, base: float, *, turned_ratio: float | None = None) -> Rope:
+    """One rope of ``rope_parameters`` or ``rope_scaling``; ``base`` and ``turned_ratio`` where they name none.
+
+    Without a ``turned_ratio`` the family turns whole heads, and parameters that say otherwise are refused.
+    """
     if not isinstance(parameters, Mapping):
         raise UnsupportedModelError(f"rope parameters must be an object, they are {parameters!r}")
     fields = _Fields(parameters, {})
     base = fields.number("rope_theta", base)
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+    ratio = fields.number("partial_rotary_factor", turned_ratio or 1.0)
+    if ratio != 1.0 and turned_ratio is None:
         raise UnsupportedModelError("config field 'partial_rotary_factor' is not supported")
     match fields.get("rope_type") or fields.get("type") or "default":
         case "default":
-            return Rope(base=base)
-        case "linear":
+            return Rope(base=base, turned_ratio=ratio)
+        case "linear" if turned_ratio is None:
             return Rope(base=base, scale=fields.number("factor"))
-        case "llama3":
+        case "llama3" if turned_ratio is None:
             scaling = Llama3Scaling(
                 factor=fields.number("factor"),
                 low_freq_factor=fields.number("low_freq_factor"),

@@ -28,10 +28,32 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
+class Recurrence(Protocol):
+    """Runs a recurrent layer's tokens from the cached states, and leaves the states after them in the cache.
+
+    ``mixed`` ``[tokens, channels]``: queries, keys and values before the convolution, ``conv`` ``[channels, kernel]``;
+    ``log_decay`` and ``strength`` are ``[tokens, value_heads]``. The result is ``[tokens, value_heads, value_dim]``.
+    """
+
+    def __call__(self, layer: int, mixed: Tensor, *, conv: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """What a recurrent layer has beside its projections. All but ``conv`` are float32; ``decay_rate`` is above 0."""
+
+    conv: Tensor
+    decay_rate: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. Projections are ``[out, in]``; query, key and value are one matrix, gate and up another.
 
+    With gated attention the first matrix has the gate behind the values; of a recurrent layer (``delta_net``) it has
+    query, key, value, gate, strength and decay.
     Norm weights are float32 and final (Gemma's ``1 + w`` is already added). None: the model has no such part.
     """
 
@@ -47,6 +69,7 @@ class LayerWeights:
     post_attention_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    delta_net: DeltaNetWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +105,13 @@ class Decoder:
         """What the weights, and so the activations and the cache, are made of."""
         return self.weights.embedding.dtype
 
-    def hidden(self, tokens: Tensor, positions: Tensor, *, attention: Attention) -> Tensor:
-        """Residual stream after the last layer, ``[tokens, hidden_size]``, for token ids and positions ``[tokens]``."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, *, attention: Attention, recurrence: Recurrence | None = None
+    ) -> Tensor:
+        """Residual stream after the last layer, ``[tokens, hidden_size]``, for token ids and positions ``[tokens]``.
+
+        ``recurrence`` is needed by models with recurrent layers.
+        """
         config = self.config
         x = F.embedding(tokens, self.weights.embedding)
         if config.embedding_scale != 1.0:
@@ -95,7 +123,11 @@ class Decoder:
         for index, (layer, weights) in enumerate(zip(config.layers, self.weights.layers, strict=True)):
             rotation = None if layer.rope is None else rotations[layer.rope]
             y = self._norm(x, weights.attention_norm)
-            y = self._attend(index, y, weights, rotation=rotation, attention=attention)
+            if weights.delta_net is None:
+                y = self._attend(index, y, weights, rotation=rotation, attention=attention)
+            else:
+                assert recurrence is not None, "the model has recurrent layers"
+                y = self._recur(index, y, weights, net=weights.delta_net, recurrence=recurrence)
             x = x + self._norm(y, weights.post_attention_norm)
             if weights.gate_up is not None and weights.down is not None:
                 y = self._norm(x, weights.mlp_norm)
@@ -125,15 +157,31 @@ class Decoder:
     ) -> Tensor:
         config = self.config
         qkv = F.linear(x, weights.qkv, weights.qkv_bias)
-        qkv = qkv.view(x.shape[0], config.heads + 2 * config.kv_heads, config.head_dim)
-        query, key, value = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
+        qkv = qkv.view(x.shape[0], -1, config.head_dim)
+        gates = config.heads if config.gated_attention else 0
+        query, key, value, gate = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads, gates], dim=1)
         query = self._norm(query, weights.query_norm)
         key = self._norm(key, weights.key_norm)
         if rotation is not None:
             query = _rotate(query, *rotation)
             key = _rotate(key, *rotation)
-        attended = attention(index, query, key, value).reshape(x.shape[0], config.heads * config.head_dim)
-        return F.linear(attended, weights.output, weights.output_bias)
+        attended = attention(index, query, key, value)
+        if config.gated_attention:
+            attended = attended * torch.sigmoid(gate)
+        return F.linear(attended.flatten(1), weights.output, weights.output_bias)
+
+    def _recur(
+        self, index: int, x: Tensor, weights: LayerWeights, *, net: DeltaNetWeights, recurrence: Recurrence
+    ) -> Tensor:
+        shape = self.config.delta_net
+        assert shape is not None, "weights of a recurrent layer need its shape"
+        heads, channels = shape.value_heads, shape.channels
+        sizes = [channels, heads * shape.value_dim, heads, heads]
+        mixed, gate, strength, decay = torch.split(F.linear(x, weights.qkv), sizes, dim=-1)
+        log_decay = -net.decay_rate * F.softplus(decay.float() + net.decay_bias)
+        read = recurrence(index, mixed, conv=net.conv, log_decay=log_decay, strength=torch.sigmoid(strength))
+        gate = F.silu(gate.view(read.shape).float())
+        return F.linear((self._norm(read, net.norm) * gate).to(x.dtype).flatten(1), weights.output)
 
     def _mlp(self, x: Tensor, gate_up: Tensor, *, down: Tensor) -> Tensor:
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
@@ -146,8 +194,9 @@ class Decoder:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each of the ``head_dim / 2`` pairs, float32 (formulas of transformers)."""
-    frequencies = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    """Radians per position of each pair of turned dimensions, float32 (formulas of transformers)."""
+    turned = int(head_dim * rope.turned_ratio)
+    frequencies = 1.0 / (rope.base ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned))
     frequencies = frequencies / rope.scale
     if rope.llama3 is None:
         return frequencies
@@ -159,12 +208,13 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _rotation(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[tokens, 1, head_dim / 2]``; angles are float32 whatever the model is."""
+    """Cosine and sine ``[tokens, 1, pairs]``; angles are float32 whatever the model is."""
     angles = (positions[:, None].float() * frequencies)[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of ``x`` ``[tokens, heads, head_dim]``."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Turn the pairs (i, i + pairs) of ``x`` ``[tokens, heads, head_dim]``; what lies behind them stays."""
+    pairs = cos.shape[-1]
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from engine_shim.model.decoder import Decoder
 
 
+#: Long prompts leave a recurrent state about this often.
+CHECKPOINT_TOKENS = 2048
+
+
 def load_decoder(card: ModelCard, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """The decoder of ``card`` with its weights on ``device``; share one between the ranks of a process.
 
@@ -42,14 +46,19 @@ def load_decoder(card: ModelCard, *, device: str = "cpu", dtype: torch.dtype | N
 
 
 def layout_for(
-    config: ModelConfig, *, page_tokens: int, pool_tokens: int, window_pool_tokens: int | None = None
+    config: ModelConfig,
+    *,
+    page_tokens: int,
+    pool_tokens: int,
+    window_pool_tokens: int | None = None,
+    state_slots: int | None = None,
 ) -> CacheLayout:
-    """The cache layout of a model: one group of its full layers, one of its window layers.
+    """The cache layout of a model: one group of its full layers, one of its window layers, one of its recurrent ones.
 
     A pool of n tokens has room for n tokens (rounded up to pages) beside the null page. ``window_pool_tokens`` is
-    ``pool_tokens`` unless given.
+    ``pool_tokens`` unless given, ``state_slots`` one for every 256 of them (16 at least).
     """
-    full = tuple(i for i, layer in enumerate(config.layers) if layer.window_tokens is None)
+    full = tuple(i for i, layer in enumerate(config.layers) if layer.window_tokens is None and not layer.recurrent)
     windows = {layer.window_tokens for layer in config.layers if layer.window_tokens is not None}
     if not full:
         raise UnsupportedModelError("a model without full-attention layers is not supported")
@@ -58,8 +67,17 @@ def layout_for(
     groups = [CacheGroup(index=0, kind=GroupKind.FULL, layers=full)]
     pools = [pool_tokens]
     for window in windows:
-        layers = tuple(i for i in range(len(config.layers)) if i not in full)
+        layers = tuple(i for i, layer in enumerate(config.layers) if layer.window_tokens is not None)
         groups.append(CacheGroup(index=1, kind=GroupKind.WINDOW, layers=layers, window_tokens=window))
         pools.append(pool_tokens if window_pool_tokens is None else window_pool_tokens)
-    pages = tuple(1 + -(-tokens // page_tokens) for tokens in pools)
-    return CacheLayout(page_tokens=page_tokens, groups=tuple(groups), pages=pages)
+    pages = [1 + -(-tokens // page_tokens) for tokens in pools]
+    recurrent = tuple(i for i, layer in enumerate(config.layers) if layer.recurrent)
+    if recurrent:
+        groups.append(CacheGroup(index=len(groups), kind=GroupKind.STATE, layers=recurrent))
+        pages.append(1 + (max(16, pool_tokens // 256) if state_slots is None else state_slots))
+    return CacheLayout(
+        page_tokens=page_tokens,
+        groups=tuple(groups),
+        pages=tuple(pages),
+        checkpoint_tokens=max(1, CHECKPOINT_TOKENS // page_tokens) * page_tokens,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
-from engine_shim.model.decoder import LayerWeights, Weights
+from engine_shim.model.decoder import DeltaNetWeights, LayerWeights, Weights
 from engine_shim.model.gguf_file import read_gguf_file
 
 # Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
@@ -106,29 +106,50 @@ def assemble(
         weight = take(f"{name}.weight", size).float()
         return weight + 1.0 if config.norm is Norm.RMS_PLUS_ONE else weight
 
-    def layer(prefix: str) -> LayerWeights:
+    def layer(prefix: str, *, recurrent: bool) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size, kv_size = config.heads * head_dim, config.kv_heads * head_dim
         projections = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
         # With norms after the sublayers too, transformers gives the MLP's own norm another name.
         mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        gate_up = down = None
+        if config.mlp_size:
+            gate_up = torch.cat([take(f"{mlp}.{n}.weight", config.mlp_size, width) for n in ("gate_proj", "up_proj")])
+            down = take(f"{mlp}.down_proj.weight", width, config.mlp_size)
+        attention_norm = norm(f"{prefix}.input_layernorm", width)
+        if recurrent:
+            qkv, output, delta_net = _delta_net(config, take, f"{prefix}.linear_attn")
+            return LayerWeights(
+                qkv=qkv,
+                output=output,
+                delta_net=delta_net,
+                gate_up=gate_up,
+                down=down,
+                attention_norm=attention_norm,
+                mlp_norm=norm(f"{prefix}.{mlp_norm}", width) if config.mlp_size else None,
+            )
+        if config.gated_attention:
+            both = take(f"{attention}.q_proj.weight", 2 * query_size, width).view(config.heads, 2, head_dim, width)
+            query, gate = (both[:, i].reshape(query_size, width) for i in (0, 1))
+            keys = [take(f"{attention}.{name}.weight", size, width) for name, size in projections[1:]]
+            qkv = torch.cat([query, *keys, gate])
+        else:
+            qkv = torch.cat([take(f"{attention}.{name}.weight", size, width) for name, size in projections])
         return LayerWeights(
-            qkv=torch.cat([take(f"{attention}.{name}.weight", size, width) for name, size in projections]),
+            qkv=qkv,
             qkv_bias=torch.cat([take(f"{attention}.{name}.bias", size) for name, size in projections])
             if config.qkv_bias
             else None,
             output=take(f"{attention}.o_proj.weight", width, query_size),
             output_bias=take(f"{attention}.o_proj.bias", width) if config.output_bias else None,
-            gate_up=torch.cat([take(f"{mlp}.{n}.weight", config.mlp_size, width) for n in ("gate_proj", "up_proj")])
-            if config.mlp_size
-            else None,
-            down=take(f"{mlp}.down_proj.weight", width, config.mlp_size) if config.mlp_size else None,
-            attention_norm=norm(f"{prefix}.input_layernorm", width),
             query_norm=norm(f"{attention}.q_norm", head_dim) if config.qk_norm else None,
             key_norm=norm(f"{attention}.k_norm", head_dim) if config.qk_norm else None,
             post_attention_norm=norm(f"{prefix}.post_attention_layernorm", width) if config.post_norms else None,
-            mlp_norm=norm(f"{prefix}.{mlp_norm}", width) if config.mlp_size else None,
             post_mlp_norm=norm(f"{prefix}.post_feedforward_layernorm", width) if config.post_norms else None,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=attention_norm,
+            mlp_norm=norm(f"{prefix}.{mlp_norm}", width) if config.mlp_size else None,
         )
 
     embedding = take("model.embed_tokens.weight", config.vocab_size, width)
@@ -139,13 +160,35 @@ def assemble(
         head = take("lm_head.weight", config.vocab_size, width)
     weights = Weights(
         embedding=embedding,
-        layers=tuple(layer(f"model.layers.{i}") for i in range(len(config.layers))),
+        layers=tuple(layer(f"model.layers.{i}", recurrent=each.recurrent) for i, each in enumerate(config.layers)),
         final_norm=norm("model.norm", width),
         head=head,
     )
     if left:
         raise UnsupportedModelError(f"the config has no use for tensor {min(left)!r} and {len(left) - 1} others")
     return weights
+
+
+def _delta_net(config: ModelConfig, take: Callable[..., Tensor], name: str) -> tuple[Tensor, Tensor, DeltaNetWeights]:
+    """A recurrent layer: its two projections, and the rest. Checkpoints group rows by key head, we by what they are."""
+    net, width = config.delta_net, config.hidden_size
+    assert net is not None, "a recurrent layer needs its shape"
+    values = net.value_heads // net.key_heads * net.value_dim
+    value_size = net.value_heads * net.value_dim
+    qkvz = take(f"{name}.in_proj_qkvz.weight", net.channels + value_size, width).view(net.key_heads, -1, width)
+    ba = take(f"{name}.in_proj_ba.weight", 2 * net.value_heads, width).view(net.key_heads, -1, width)
+    parts = (*torch.split(qkvz, [net.key_dim, net.key_dim, values, values], dim=1), *ba.chunk(2, dim=1))
+    delta_net = DeltaNetWeights(
+        conv=take(f"{name}.conv1d.weight", net.channels, 1, net.kernel).squeeze(1),
+        decay_rate=take(f"{name}.A_log", net.value_heads).float().exp(),
+        decay_bias=take(f"{name}.dt_bias", net.value_heads).float(),
+        norm=take(f"{name}.norm.weight", net.value_dim).float(),
+    )
+    return (
+        torch.cat([part.flatten(0, 1) for part in parts]),
+        take(f"{name}.out_proj.weight", width, value_size),
+        delta_net,
+    )
 
 
 def _text_name(name: str) -> str:

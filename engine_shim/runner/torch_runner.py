@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
+from engine_shim.attention.recurrent import PagedRecurrence, States
 from engine_shim.model.decoder import Decoder
 from engine_shim.sampling import Draw, sample
 from engine_shim.types import Batch, CacheLayout
@@ -28,6 +29,12 @@ class TorchRunner:
             device=decoder.device,
             dtype=decoder.dtype,
         )
+        net, group = decoder.config.delta_net, layout.state
+        self.states = (
+            States.allocate(group, layout.pages[group.index], net=net, device=decoder.device, dtype=decoder.dtype)
+            if net is not None and group is not None
+            else None
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[int]:
@@ -47,4 +54,7 @@ class TorchRunner:
 
     def _hidden(self, plan: Plan) -> Tensor:
         attention = PagedAttention(self.pools, plan, scale=self.decoder.config.attention_scale)
-        return self.decoder.hidden(plan.tokens, plan.positions, attention=attention)
+        recurrence = None
+        if self.states is not None and plan.states is not None and self.decoder.config.delta_net is not None:
+            recurrence = PagedRecurrence(self.states, plan.states, net=self.decoder.config.delta_net)
+        return self.decoder.hidden(plan.tokens, plan.positions, attention=attention, recurrence=recurrence)

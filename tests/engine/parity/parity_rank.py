@@ -11,7 +11,7 @@ from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.types import Batch, Request, Sampling
+from engine_shim.types import Batch, GroupKind, Request, Sampling
 
 
 class ParityRank:
@@ -29,6 +29,7 @@ class ParityRank:
         page_tokens: int = 8,
         pool_tokens: int = 2048,
         window_pool_tokens: int | None = None,
+        state_slots: int | None = 48,
         chunk_tokens: int = 4096,
         max_running: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -39,6 +40,7 @@ class ParityRank:
             page_tokens=page_tokens,
             pool_tokens=pool_tokens,
             window_pool_tokens=window_pool_tokens,
+            state_slots=state_slots,
         )
         self.runner = TorchRunner(decoder, self.layout)
         self.scheduler = Scheduler(
@@ -96,5 +98,9 @@ class ParityRank:
         """NaN into the null page and every page that nobody holds: reading one shows in the logits."""
         for group, pool in enumerate(self.scheduler._memory.cache.pools):
             pages = torch.tensor(sorted({0, *pool.free_set()}))
+            if self.layout.groups[group].kind is GroupKind.STATE:
+                self.runner.states.memories[:, pages] = torch.nan
+                self.runner.states.inputs[:, pages] = torch.nan
+                continue
             self.runner.pools.keys[group][:, pages] = torch.nan
             self.runner.pools.values[group][:, pages] = torch.nan

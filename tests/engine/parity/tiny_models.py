@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB = 300
@@ -67,7 +69,22 @@ def _llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=2, rope_parameters=rope, attention_bias=True))
 
 
-FAMILIES = {"qwen3": _qwen3, "gemma3": _gemma3, "llama": _llama}
+def _qwen3_next() -> PreTrainedModel:
+    config = Qwen3NextConfig(
+        **_SHAPE,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        num_experts=0,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+FAMILIES = {"qwen3": _qwen3, "qwen3_next": _qwen3_next, "gemma3": _gemma3, "llama": _llama}
 
 
 @dataclass(frozen=True)
