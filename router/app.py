@@ -31,6 +31,7 @@ from router.fleet.registry import Hooks, Registry, Worker
 from router.proxy.brain import RouterBrain
 from router.proxy.plane import DataPlane
 from router.proxy.types import Brain
+from router.proxy.worker_tokens import WorkerTokenizer
 from router.settings import Settings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
@@ -96,6 +97,15 @@ class Router:
         decisions = DecisionLog(on_close=sampled_log(log, ratio=settings.routing.log_decisions_ratio))
         brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics, decisions=decisions)
         use_local(brain, settings.models)
+        if settings.routing.worker_tokenize_seconds:
+            brain.ask_workers(
+                WorkerTokenizer(
+                    client,
+                    url_of=fleet.url_of,
+                    clock=time.monotonic,
+                    timeout_seconds=settings.routing.worker_tokenize_seconds,
+                )
+            )
 
         async def learn(worker: Worker) -> None:
             await learn_from_worker(worker, brain, client, log)

@@ -210,6 +210,10 @@ class RoutingSettings(_Slice):
     max_sessions: Annotated[int, Field(ge=1)] = 200_000
     max_index_blocks: Annotated[int, Field(ge=1024)] = 8_000_000
     session_headers: tuple[str, ...] = Field((), description="Headers that name a session, before all others.")
+    worker_tokenize_seconds: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.0,
+        description="For models without a tokenizer here: wait so long for a worker's /tokenize. 0: key by text.",
+    )
     log_decisions_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Share of requests whose decisions are written to the log, with what came of them."
     )

@@ -208,6 +208,11 @@ class Fleet:
         if (slot := self._slots.get(rank_id)) is not None:
             self.loads.set_elsewhere(slot, load, now=self.clock())
 
+    def url_of(self, model: str) -> str | None:
+        """The base URL of a ready worker that serves a model, for questions; None without one."""
+        member = next((one for one in self.members() if one.status is RankStatus.READY and model in one.models), None)
+        return None if member is None else member.target.url
+
     # --- cache events -------------------------------------------------------------------------------
 
     def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:

@@ -18,3 +18,9 @@ class Target:
     engine: Engine
     base_path: str = ""
     tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """The worker's base URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.base_path}"

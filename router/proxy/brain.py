@@ -27,6 +27,7 @@ from router.fleet.fleet import Fleet, Member
 from router.proxy.token_cache import Chain
 from router.proxy.tokenization import Prompt, PromptTokenizer
 from router.proxy.types import Attempt, Outcome
+from router.proxy.worker_tokens import WorkerTokenizer
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
@@ -115,6 +116,7 @@ class RouterBrain:
         )
         self._rng = random.Random(settings.seed)
         self._tokenizers: dict[str, PromptTokenizer] = {}
+        self._workers: WorkerTokenizer | None = None
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
         self._seen: dict[str, SeenPrefixes] = {}
@@ -126,6 +128,10 @@ class RouterBrain:
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
         """Key this model's prompts by tokens from now on."""
         self._tokenizers[model] = tokenizer
+
+    def ask_workers(self, workers: WorkerTokenizer) -> None:
+        """Have workers tokenize for models without a tokenizer of their own here."""
+        self._workers = workers
 
     def has_tokenizer(self, model: str) -> bool:
         """Whether prompts of this model are keyed by tokens."""
@@ -189,7 +195,10 @@ class RouterBrain:
             prepared.know_keys(prompt.keys)
         if tokens is None:
             prepared.text_keys = _text_keys(request, model=model, seed=prepared.seed)
-        keyed = "tokens" if tokens is not None else "text" if prepared.text_keys else "none"
+        if tokens is not None:
+            keyed = "tokens" if model in self._tokenizers else "worker"
+        else:
+            keyed = "text" if prepared.text_keys else "none"
         self._metrics.prompts.labels(keyed).inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
         prepared.decided = Decided(
@@ -222,9 +231,13 @@ class RouterBrain:
     async def _tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
         """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
         tokenizer = self._tokenizers.get(model)
-        if tokenizer is None:
+        if tokenizer is None and self._workers is None:
             return None
         started = self._fleet.clock()
+        if tokenizer is None:
+            assert self._workers is not None
+            tokens = await self._workers.tokens(request, model=model)
+            return None if tokens is None else Prompt(tokens, {})
         if len(request.body) > _INLINE_BYTES:
             draft = await asyncio.to_thread(tokenizer.start, request)
         else:

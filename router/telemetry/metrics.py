@@ -64,7 +64,7 @@ class Metrics:
         )
         self.prompts = counter(
             "prompts",
-            "Prompts by how their content was keyed: engine tokens (exact), text blocks (approximate), none.",
+            "Prompts by how they were keyed: engine tokens (exact), a worker's tokens, text (approximate), none.",
             ("keyed",),
         )
         self.sessions = gauge("sessions", "Sessions with a home.")
