@@ -22,8 +22,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-_DEBIAN = Path(__file__).parents[2] / "build/debian/redis/usr/bin/redis-server"
-SERVER = shutil.which("redis-server") or (str(_DEBIAN) if _DEBIAN.exists() else None)
+#: Where ``.ci/run`` unpacks Debian's packages.
+_UNPACKED = Path(__file__).parents[2] / "build/debian/redis/usr"
+SERVER = shutil.which("redis-server") or shutil.which("redis-server", path=_UNPACKED / "bin")
 needs_redis = pytest.mark.skipif(SERVER is None, reason="redis-server is missing: apt-get install redis-server")
 
 
@@ -48,6 +49,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=tempfile.gettempdir(),
+            env=os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, _UNPACKED.glob("lib/*/")))},
         )
         end = time.monotonic() + 10
         with self.client() as client:

