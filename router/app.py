@@ -122,7 +122,12 @@ class Router:
             log=log,
             clock=time.monotonic,
             wall_clock=time.time,
-            hooks=Hooks(on_worker_ready=learn, has_progress=is_streaming),
+            hooks=Hooks(
+                on_worker_ready=learn,
+                has_progress=is_streaming,
+                encode=brain.token_ids,
+                promised=fleet.promised_tokens,
+            ),
         )
         for spec in settings.workers:
             self._registry.add(spec)

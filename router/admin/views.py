@@ -32,6 +32,10 @@ def worker_view(worker: Worker, ranks: Mapping[int, RankInfo]) -> Json:
             "block_tokens": info.block_tokens,
             "pool_tokens": info.pool_tokens,
             "events": [source.endpoint if source else None for source in info.sources],
+            "parity": [
+                {"rank": rank, "standing": found.standing, "sentence": found.sentence or None}
+                for rank, found in sorted(worker.parity.items())
+            ],
         }
     view["ranks"] = [rank_view(ranks[slot]) for slot in worker.slots if slot in ranks]
     return view

@@ -33,6 +33,7 @@ from router.fleet.shared import Embedded, SharedState
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
+from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, Snapshot
 
 #: After a reset that the router made, an engine may be so late with the clear that belongs to it.
@@ -302,6 +303,14 @@ class Fleet:
         if member.index is not None:
             index, slot = member.index, member.slot
             member.residency.tokens = index.blocks(slot) * index.stride(slot) * index.block_tokens
+
+    def promised_tokens(self, slot: int, tokens: Sequence[int]) -> int:
+        """What events say a rank could reuse of a prompt without salt or adapter. For the self-check."""
+        member = self._members.get(slot)
+        if member is None or member.index is None:
+            return 0
+        keys = block_keys(tokens, block_tokens=member.index.block_tokens, parent=namespace_seed("", ""))
+        return member.index.reusable_tokens(keys, prompt_tokens=len(tokens)).get(slot, 0)
 
     # --- what others see ------------------------------------------------------------------------------
 

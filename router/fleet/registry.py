@@ -8,7 +8,7 @@ router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from structlog.typing import FilteringBoundLogger
 from router.core.types import RankId, RankStatus
 from router.errors import Conflict, HomingError, NotFound, WorkerError
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
+from router.fleet.parity import Checker, Encode, Parity, Promised, Standing
 from router.fleet.probes import SENTENCES, Verdict, judge, probe
 from router.fleet.target import Target
 from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
@@ -62,6 +63,7 @@ class Worker:
     is_draining: bool = False
     failed_probes: int = 0
     streams: list[EventStream] = field(default_factory=list)
+    parity: Mapping[int, Parity] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,6 +80,8 @@ class Hooks:
     """What others do or know. ``on_worker_ready`` is awaited before a worker takes requests."""
 
     on_worker_ready: Callable[[Worker], Awaitable[None]] = _nothing_more
+    encode: Encode = lambda _model, _body: None
+    promised: Promised = lambda _slot, _tokens: 0
     has_progress: Callable[[Worker], bool] = lambda _: False
 
 
@@ -197,6 +201,8 @@ class Registry:
                     worker.streams = self._streams(info, worker.slots)
                     following = [streams.create_task(stream.run()) for stream in worker.streams]
                     await self._greet(worker)
+                    if self._settings.parity:
+                        following.append(streams.create_task(self._check_parity(worker)))
                     await self._watch(worker)
                     for task in following:
                         task.cancel()
@@ -204,6 +210,22 @@ class Registry:
                 for slot in worker.slots:
                     self._ranks.remove_rank(slot)
                 worker.slots, worker.streams = (), []
+
+    async def _check_parity(self, worker: Worker) -> None:
+        """Each rank in turn, beside the traffic; the result is for the operator, and changes no routing."""
+        info = worker.info
+        assert info is not None
+        checker = Checker(self._client, self._hooks.encode, self._hooks.promised)
+        for rank, slot in enumerate(worker.slots):
+            nonce = f"{self._wall_clock():.6f}-{rank}"
+            found = await checker.check(info, rank, slot, nonce=nonce)
+            worker.parity = {**worker.parity, rank: found}
+            if found.standing is Standing.UNCHECKED:
+                self._log.info("self-check not made", worker=worker.name, rank=rank, reason=found.sentence)
+                continue
+            self._metrics.parity.labels(worker.name, str(rank)).set(found.standing is Standing.PASSED)
+            if found.standing is Standing.FAILED:
+                self._log.warning("self-check failed", worker=worker.name, rank=rank, reason=found.sentence)
 
     async def _ask_until_known(self, worker: Worker) -> WorkerInfo:
         wait = _FIRST_RETRY_SECONDS

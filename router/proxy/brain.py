@@ -21,7 +21,7 @@ from router.core.provisional import Ticket
 from router.core.seen import SeenPrefixes
 from router.core.session import Binding, identify
 from router.core.types import Decision, Engine, RankStatus, RouteRequest, SessionKey
-from router.errors import NotFound, NoWorker
+from router.errors import BadRequest, NotFound, NoWorker
 from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet, Member
 from router.proxy.token_cache import Chain
@@ -31,7 +31,7 @@ from router.proxy.worker_tokens import WorkerTokenizer
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.openai import Endpoint, InferenceRequest, Usage
+from router.wire.openai import Endpoint, InferenceRequest, Usage, parse_request
 from router.wire.text_keys import chat_text, prompt_text, text_bytes, text_keys
 
 #: The header that names a request, as the data plane gives it here and to the client.
@@ -136,6 +136,14 @@ class RouterBrain:
     def has_tokenizer(self, model: str) -> bool:
         """Whether prompts of this model are keyed by tokens."""
         return model in self._tokenizers
+
+    def token_ids(self, model: str, body: bytes) -> Sequence[int] | None:
+        """The prompt's ids of a chat request's body; None without a tokenizer or template. For the self-check."""
+        tokenizer = self._tokenizers.get(model)
+        try:
+            return tokenizer.encode(parse_request(Endpoint.CHAT, body)) if tokenizer is not None else None
+        except BadRequest:  # the template takes no such chat
+            return None
 
     def set_alias(self, alias: str, model: str) -> None:
         """Another name clients may use: bodies are sent on with the model's own."""
