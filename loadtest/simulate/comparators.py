@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from random import Random
+
+import msgspec
 
 from router.core.cost import CostParameters, reusable_tokens, work_seconds
 from router.core.load import wait_seconds
@@ -23,11 +24,10 @@ _BLOCK_TOKENS = 64
 _TIE = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Asked(RouteRequest):
+class Asked(RouteRequest, frozen=True):
     """A request with what never-evicted trees know: tokens ever sent to each slot, and who got the match last."""
 
-    sent_tokens: Mapping[int, int] = field(default_factory=dict)
+    sent_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
     last_slot: int | None = None
 
 

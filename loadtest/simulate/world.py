@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from loadtest.simulate.comparators import Asked, comparator
 from loadtest.simulate.engine import Engine, Job, Listener
 from loadtest.simulate.measure import Meter
@@ -246,12 +248,12 @@ class World:
         if isinstance(passed, Hold):
             self._held[passed.ticket] = request
         else:
-            self._send(request, replace(asked, allowed=passed.slots))
+            self._send(request, msgspec.structs.replace(asked, allowed=passed.slots))
 
     def _release(self) -> None:
         while (released := self._admission.release(self._view, now=self.now)) is not None:
             request = self._held.pop(released.ticket)
-            self._send(request, replace(self._asked(request), allowed=released.admit.slots))
+            self._send(request, msgspec.structs.replace(self._asked(request), allowed=released.admit.slots))
 
     def _asked(self, request: Request) -> Asked:
         self._hear()

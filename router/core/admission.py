@@ -83,7 +83,7 @@ class AdmissionParameters:
     A budget below the pool leaves room for contexts to grow. A prompt is warm if ``warm_ratio`` of it is cached.
     """
 
-    budget_ratio: float = 0.9
+    budget_ratio: float = 0.85
     warm_budget_ratio: float = 1.05
     warm_ratio: float = 0.7
     idle_seconds: float = 60.0

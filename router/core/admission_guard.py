@@ -14,13 +14,13 @@ class Guard:
     """Holding is of use while conversations come back soon and prompts are computed again that had been evicted.
 
     Both are fading shares with a lower threshold for going off than for going on. Until there is evidence holding is
-    on, so that a cold fleet is not flooded before anything is known. Of returns there is evidence after some twenty
+    on, so that a cold fleet is not flooded before anything is known. Of returns there is evidence after some ten
     seconds. Of evictions there is none before the fleet has computed as much as its pools hold, and none from a
     fleet that holds requests, since what holding saves cannot be seen.
     """
 
     #: An agent's next request comes within seconds (half of them within ten), a reader's next message after minutes.
-    RETURN_SECONDS = 20.0
+    RETURN_SECONDS = 10.0
     RETURN_ON, RETURN_OFF = 0.45, 0.35
     EVICTED_ON, EVICTED_OFF = 0.1, 0.03
     #: Observations, and seconds, over which the shares forget half.
