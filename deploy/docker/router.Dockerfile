@@ -10,7 +10,7 @@ COPY router router
 COPY engine_shim engine_shim
 COPY loadtest loadtest
 RUN /opt/homing/bin/pip install --no-cache-dir -c requirements-dev.txt setuptools \
-    && /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt .
+    && /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt '.[redis]'
 
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 10001 --user-group --no-create-home homing
