@@ -150,7 +150,7 @@ def test_settings_from_all_sources_reach_the_process(tmp_path: Path, monkeypatch
 
 def test_a_shim_added_at_run_time_serves_from_its_cache() -> None:
     """Registered over the API, tokenizer learned, second turn home, and the promise equals what the engine reports."""
-    with shim("--dp-size", "2") as (_, url), router() as (running, data, admin):
+    with shim("--dp-size", "2") as (_, url), router("--probes.parity", "false") as (running, data, admin):
         assert admin.post("/admin/workers", json={"url": url, "id": "w"}).status_code == 202
         until(lambda: workers(admin)[0]["status"] == "ready")
         first, second = ask(data), ask(data, PROMPT + " key-0001")
