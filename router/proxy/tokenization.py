@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from router.errors import BadRequest, ConfigError
 from router.proxy.cuts import Cutter
+from router.proxy.encoder import Encode, encoder_of
 from router.proxy.token_cache import Chain, Known, TokenCache
 from router.wire import anthropic
 from router.wire.block_keys import block_keys
@@ -75,9 +76,10 @@ class Given:
 class PromptTokenizer:
     """One model's tokenizer and template. Any thread may use it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, encode: Encode | None = None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._encode = encode or encoder_of(tokenizer)
         self._cutter = Cutter.of(tokenizer)
         self._chats = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES)
         opening, self._closing = _added_around(tokenizer)
@@ -140,8 +142,7 @@ class PromptTokenizer:
 
     def ids(self, piece: str) -> array[int]:
         """Token ids of a text, nothing added."""
-        # The batch call lets go of the interpreter lock, and computes no offsets.
-        return array("I", self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
+        return self._encode(piece)
 
     def pieces(self, text: str, start: int) -> Iterable[str]:
         """``text`` from the cut ``start`` on, in pieces that tokenize as in the whole."""

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Encoding, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine_shim.model.needle_text import filler
 from engine_shim.model.tokenizer import read_card
 from router.errors import BadRequest, ConfigError
 from router.proxy import tokenization
+from router.proxy.encoder import encoder_of
 from router.proxy.tokenization import PromptTokenizer
 from router.wire.chat_template import ChatTemplate, TemplateRefusal
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
@@ -303,32 +304,27 @@ def test_every_tokenizer_gets_the_ids_of_the_whole(kind: str) -> None:
 
 
 class Counting:
-    """A tokenizer that counts the characters it is given."""
+    """Counts the characters that a tokenizer is given."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._encode = encoder_of(tokenizer)
         self.chars = 0
 
-    def to_str(self) -> str:
-        return self._tokenizer.to_str()
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
-        self.chars += sum(map(len, texts))
-        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    def __call__(self, text: str) -> array[int]:
+        self.chars += len(text)
+        return self._encode(text)
 
 
-def needle_with(counting: Counting) -> PromptTokenizer:
+def needle_counted() -> tuple[PromptTokenizer, Counting]:
     template = json.loads((NEEDLE / "tokenizer_config.json").read_bytes())["chat_template"]
-    return PromptTokenizer(counting, ChatTemplate(template, variables={}))  # type: ignore[arg-type]
+    tokenizer = Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))
+    counting = Counting(tokenizer)
+    return PromptTokenizer(tokenizer, ChatTemplate(template, variables={}), encode=counting), counting
 
 
 def test_the_next_turn_of_a_long_conversation_tokenizes_what_it_added() -> None:
     """100,000 tokens are known; the reply and the new question are not, nor anything else."""
-    counting = Counting(Tokenizer.from_file(str(NEEDLE / "tokenizer.json")))
-    ours = needle_with(counting)
+    ours, counting = needle_counted()
     history = turns(*(filler(1000, seed=number) for number in range(100)))
     ids = ours.encode(chat(history))
     assert ids is not None
@@ -349,8 +345,7 @@ def test_the_next_turn_of_a_long_conversation_tokenizes_what_it_added() -> None:
 def test_memory_is_bounded_and_forgets_what_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand conversations pass through; one that comes back each time stays known."""
     monkeypatch.setattr(tokenization, "MAX_REMEMBERED_BYTES", 30_000)
-    counting = Counting(Tokenizer.from_file(str(NEEDLE / "tokenizer.json")))
-    ours = needle_with(counting)
+    ours, counting = needle_counted()
     regular = chat(turns(filler(200, seed=1), "hello"))
     opening = len("<|im_start|>assistant\n")
     for number in range(1000):
@@ -365,7 +360,7 @@ def test_memory_is_bounded_and_forgets_what_is_unused(monkeypatch: pytest.Monkey
 def test_threads_may_encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long bodies are tokenized beside the event loop: with a memory that forgets all the time, ids stay right."""
     monkeypatch.setattr(tokenization, "MAX_REMEMBERED_BYTES", 5_000)
-    ours = needle_with(Counting(Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))))
+    ours, _ = needle_counted()
     requests = [chat(turns(filler(5 + number % 7, seed=number), "x", "y")) for number in range(20)]
     expected = [ours.encode(request) for request in requests]
     wrong: list[object] = []
