@@ -11,7 +11,6 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from router.errors import WireError
 from router.wire.redis import Script
 
 #: An answer of Redis that takes longer counts as none: the connection is given up.
@@ -39,10 +38,10 @@ def trouble(error: Exception) -> Trouble:
             return Trouble.FULL
         case exceptions.BusyLoadingError() | exceptions.ResponseError() | exceptions.AuthenticationError():
             return Trouble.REFUSED
-        case WireError() | ValueError():
-            return Trouble.DAMAGED
-        case _:
+        case exceptions.RedisError() | OSError():
             return Trouble.GONE
+        case _:
+            return Trouble.DAMAGED
 
 
 def connect(url: str, *, name: str) -> Redis:

@@ -21,13 +21,12 @@ from redis import exceptions
 from redis.asyncio import Redis
 from structlog.typing import FilteringBoundLogger
 
-from router.core.load import recent_seconds
-from router.core.types import RankId, RankLoad, SessionKey
+from router.core.types import RankId, SessionKey
 from router.errors import WireError
 from router.fleet.fleet import Fleet
 from router.fleet.redis_link import ANSWER_SECONDS, BROKEN, connect, evaluate, goes_on, trouble
 from router.fleet.registry import Registry
-from router.fleet.shared import HomeBook, PeerLoads, SharedHome
+from router.fleet.shared import HomeBook, PeerLoads, SharedHome, hear_loads, tell_loads
 from router.fleet.shared_workers import WorkerBook, carry_out, records
 from router.settings import SharedSettings
 from router.telemetry.metrics import Metrics
@@ -43,9 +42,6 @@ _WORKER_LEASE_SECONDS = 15.0
 _REMOVAL_LEASE_SECONDS = 600.0
 _SYNC_SECONDS = 1.0
 _FAREWELL_SECONDS = 0.2
-#: Recent work too little to be worth telling.
-_FAINT_SECONDS = 1e-3
-
 _T = TypeVar("_T")
 
 
@@ -79,8 +75,9 @@ class RedisState:
         self._peers = PeerLoads(lease_seconds=settings.lease_seconds)
         self._workers = WorkerBook()
         self._echo_at = -math.inf
-        self._is_refusing = False
+        self._refused: set[str] = set()
         self._has_deeds = False
+        self._is_carrying_out = False
         self._wake = asyncio.Event()
         self._asked = asyncio.Event()
         self._asks: dict[bytes, asyncio.Future[None]] = {}
@@ -92,7 +89,7 @@ class RedisState:
     @property
     def is_up(self) -> bool:
         """This process's own news came back from Redis within the lease, and Redis takes what it is told."""
-        return self._clock() - self._echo_at <= self._settings.lease_seconds and not self._is_refusing
+        return self._clock() - self._echo_at <= self._settings.lease_seconds and not self._refused
 
     # --- asked by requests ------------------------------------------------------------------------------
 
@@ -145,6 +142,9 @@ class RedisState:
                 await converse(redis)
             except BROKEN as error:
                 self._count(operation, error)
+            except Exception as error:  # noqa: BLE001 - the boundary: nothing that Redis says may end the router
+                self._log.exception("shared state failed", operation=operation)
+                self._count(operation, error)
             finally:
                 with contextlib.suppress(*BROKEN):
                     await redis.aclose()
@@ -163,7 +163,7 @@ class RedisState:
         while True:
             await asyncio.sleep(self._settings.lease_seconds / 4)
             self._set_loads(fleet, self._peers.expire(now=self._clock()))
-            if self._workers.observe(records(registry), now=self._clock()):
+            if not self._is_carrying_out and self._workers.observe(records(registry), now=self._clock()):
                 self._has_deeds = True
                 self._wake.set()
             if self.is_up is not was_up:
@@ -209,7 +209,7 @@ class RedisState:
                 for home in homes:
                     self._hear_home(home, now=now)
             case wire.Loads(replica=replica, ranks=ranks):
-                loads = {RankId(work.worker, work.rank): _load(work, now=now) for work in ranks}
+                loads = hear_loads(ranks, now=now)
                 self._set_loads(fleet, self._peers.hear(replica, loads, now=now))
             case wire.Farewell(replica=replica):
                 self._set_loads(fleet, self._peers.forget(replica))
@@ -241,7 +241,12 @@ class RedisState:
                 await self._tell_homes(redis)
                 now = self._clock()
                 if now >= publish_at:
-                    await self._say(redis, wire.Loads(self._replica, _works(fleet, now=now)))
+                    await self._say(
+                        redis,
+                        wire.Loads(
+                            self._replica, tell_loads(((member.id, member.load) for member in fleet.members()), now=now)
+                        ),
+                    )
                     publish_at = now + self._settings.publish_seconds
                 if now >= sync_at or self._has_deeds:
                     await self._sync(redis, registry)
@@ -295,11 +300,18 @@ class RedisState:
         if reply is None:
             return
         try:
-            changes = self._workers.merge(told, wire.read_workers(reply), now=now)
-        except (WireError, ValueError) as error:
+            changes, bad = self._workers.merge(told, wire.read_workers(reply), now=now)
+        except WireError as error:
             self._count("workers", error)
             return
-        for name, reason in (await carry_out(registry, changes)).items():
+        for name in bad:
+            self._count("workers", WireError(f"the record of the worker {name} cannot be read"))
+        self._is_carrying_out = True
+        try:
+            refused = await carry_out(registry, changes)
+        finally:
+            self._is_carrying_out = False
+        for name, reason in refused.items():
             self._workers.refuse(name)
             self._log.warning("a worker of another replica cannot be registered here", worker=name, reason=str(reason))
         if any(deed.stamp_ms is None for deed in told.values()):
@@ -311,10 +323,10 @@ class RedisState:
             answer = await writing
         except exceptions.ResponseError as error:
             self._count(operation, error)
-            self._is_refusing = True
+            self._refused.add(operation)
             return None
-        if self._is_refusing:
-            self._is_refusing = False
+        if operation in self._refused:
+            self._refused.discard(operation)
             self._homes.tell_again()
         return answer
 
@@ -354,37 +366,3 @@ class RedisState:
             except WireError as error:
                 self._count("look_up", error)
             self._asks.pop(digest).set_result(None)
-
-
-def _works(fleet: Fleet, *, now: float) -> list[wire.RankWork]:
-    works: list[wire.RankWork] = []
-    for member in fleet.members():
-        load, recent = member.load, recent_seconds(member.load, now=now)
-        if load.inflight or recent > _FAINT_SECONDS:
-            works.append(
-                wire.RankWork(
-                    worker=member.id.worker,
-                    rank=member.id.rank,
-                    inflight=load.inflight,
-                    inflight_tokens=load.inflight_tokens,
-                    waiting=load.waiting,
-                    waiting_tokens=load.waiting_tokens,
-                    waiting_seconds=load.waiting_seconds,
-                    serving_seconds=now - load.serving_since,
-                    recent_seconds=recent,
-                )
-            )
-    return works
-
-
-def _load(work: wire.RankWork, *, now: float) -> RankLoad:
-    return RankLoad(
-        inflight=work.inflight,
-        inflight_tokens=work.inflight_tokens,
-        waiting=work.waiting,
-        waiting_tokens=work.waiting_tokens,
-        waiting_seconds=work.waiting_seconds,
-        serving_since=now - work.serving_seconds,
-        recent_seconds=work.recent_seconds,
-        recent_at=now,
-    )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from router.core.load import add_loads
+from router.core.load import add_loads, recent_seconds
 from router.core.types import RankId, RankLoad, SessionKey
+from router.wire.redis import RankWork
 
 
 @dataclass(slots=True)
@@ -64,6 +65,12 @@ class Embedded:
 
     def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
         return
+
+
+#: Recent work too little to be worth telling.
+_FAINT_SECONDS = 1e-3
+#: News is as late as this at most, as a rule; nearer uses cannot be put in order.
+_SAME_MOMENT_SECONDS = 0.05
 
 
 class HomeBook:
@@ -121,8 +128,14 @@ class HomeBook:
             self._untold[digest] = None
 
     def hear(self, digest: bytes, rank: RankId, *, used_at: float, prompt_tokens: int, now: float) -> None:
-        """Another replica, or the store, says that the session was last used there at ``used_at``."""
+        """Another replica, or the store, says that the session was last used there at ``used_at``.
+
+        Of two uses at the same moment at two replicas neither can tell the later: both take the lesser rank.
+        """
         home = self._homes.get(digest)
+        is_rival = home is not None and home.is_own and home.rank != rank
+        if home is not None and is_rival and abs(home.used_at - used_at) <= _SAME_MOMENT_SECONDS:
+            used_at = home.used_at if rank < home.rank else -math.inf
         if home is not None and home.used_at > used_at:
             home.heard_at = now
             if home.rank != rank and home.is_own:
@@ -199,3 +212,39 @@ class PeerLoads:
         total = RankLoad()
         add_loads(total, (peer.loads[rank] for peer in self._peers.values() if rank in peer.loads), now=now)
         return total
+
+
+def tell_loads(loads: Iterable[tuple[RankId, RankLoad]], *, now: float) -> list[RankWork]:
+    """This replica's work as it is told to the others: times as ages, idle ranks left out."""
+    return [
+        RankWork(
+            worker=rank.worker,
+            rank=rank.rank,
+            inflight=load.inflight,
+            inflight_tokens=load.inflight_tokens,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            waiting_seconds=max(0.0, load.waiting_seconds),
+            serving_seconds=now - load.serving_since,
+            recent_seconds=recent,
+        )
+        for rank, load in loads
+        if (recent := recent_seconds(load, now=now)) > _FAINT_SECONDS or load.inflight
+    ]
+
+
+def hear_loads(works: Iterable[RankWork], *, now: float) -> dict[RankId, RankLoad]:
+    """Another replica's work in this process's time."""
+    return {
+        RankId(work.worker, work.rank): RankLoad(
+            inflight=work.inflight,
+            inflight_tokens=work.inflight_tokens,
+            waiting=work.waiting,
+            waiting_tokens=work.waiting_tokens,
+            waiting_seconds=work.waiting_seconds,
+            serving_since=now - work.serving_seconds,
+            recent_seconds=work.recent_seconds,
+            recent_at=now,
+        )
+        for work in works
+    }

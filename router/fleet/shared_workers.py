@@ -6,12 +6,13 @@ the beginning of time, so that a replica that restarts takes nobody's later deed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from router.errors import Conflict
+from router.errors import Conflict, NotFound
 from router.fleet.registry import Registry
 from router.settings import WorkerSpec
 from router.wire.redis import WorkerEntry
@@ -87,10 +88,11 @@ class WorkerBook:
 
     def merge(
         self, told: Mapping[str, Deed], reply: Mapping[str, WorkerEntry], *, now: float
-    ) -> dict[str, WorkerRecord | None]:
-        """Take over what the store answered to ``told``. Returns what must be done here: records, None to remove.
+    ) -> tuple[dict[str, WorkerRecord | None], list[str]]:
+        """Take over what the store answered to ``told``.
 
-        Raises ``ValueError`` for a record that cannot be read, having taken over the others.
+        Returns what must be done here before ``observe`` looks again (records, None to remove), and the names of
+        workers whose records cannot be read.
         """
         changes: dict[str, WorkerRecord | None] = {}
         bad: list[str] = []
@@ -110,9 +112,7 @@ class WorkerBook:
             if record != (mine.record if mine is not None else None):
                 changes[name] = record
         self._forget_removals()
-        if bad:
-            raise ValueError(f"the records of these workers cannot be read: {', '.join(sorted(bad))}")
-        return changes
+        return changes, bad
 
     def _forget_removals(self) -> None:
         removals = [name for name, deed in self._deeds.items() if deed.record is None]
@@ -138,7 +138,8 @@ async def carry_out(registry: Registry, changes: Mapping[str, WorkerRecord | Non
     for name, record in changes.items():
         worker = present.get(name)
         if worker is not None and (record is None or worker.spec != record.spec):
-            await registry.remove(name)
+            with contextlib.suppress(NotFound):  # gone while another one was removed
+                await registry.remove(name)
             worker = None
         if record is None:
             continue

@@ -459,7 +459,8 @@ class RouterBrain:
         self._fleet.loads.close(lease.claim, now=now)
         if prepared.session is not None and lease.binding is not None:
             self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
-            if lease.binding.slot == lease.member.slot:
+            shared = self._fleet.shared.home(prepared.model, prepared.session)
+            if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
                 self._tell_home(prepared, lease.member)
         if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
             if promise := self._promise_output(lease.member, prepared, output):

@@ -14,12 +14,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
 
 from router.errors import WireError
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e10)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 for i, key in ipairs(KEYS) do
   local age = tonumber(ARGV[2 * i])
   local left = tonumber(ARGV[1]) - age
-  local old = redis.call('GET', key)
+  local old = redis.pcall('GET', key)
+  if type(old) ~= 'string' then old = nil end
   if left > 0 and not (old and (tonumber(string.match(old, '^%d+')) or 0) > now - age) then
     redis.call('SET', key, string.format('%d %s', now - age, ARGV[2 * i + 1]), 'PX', left)
   end
@@ -122,9 +126,9 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes
     worker: str
-    rank: int
-    prompt_tokens: int
-    age_seconds: float
+    rank: Count
+    prompt_tokens: Count
+    age_seconds: Seconds
 
 
 def bind_arguments(homes: Iterable[Home], *, idle_seconds: float) -> list[str | int]:
@@ -191,14 +195,14 @@ class RankWork(msgspec.Struct, frozen=True, array_like=True):
     """
 
     worker: str
-    rank: int
-    inflight: int
-    inflight_tokens: int
-    waiting: int
-    waiting_tokens: int
-    waiting_seconds: float
-    serving_seconds: float
-    recent_seconds: float
+    rank: Count
+    inflight: Count
+    inflight_tokens: Count
+    waiting: Count
+    waiting_tokens: Count
+    waiting_seconds: Seconds
+    serving_seconds: Seconds
+    recent_seconds: Seconds
 
 
 class Homes(msgspec.Struct, frozen=True, array_like=True, tag="homes"):

@@ -66,6 +66,18 @@ def test_the_latest_use_anywhere_is_the_home() -> None:
     assert told(homes, now=14.0) == [S], "it was told once of A, but everybody knows B since"
 
 
+def test_two_replicas_that_bind_a_session_at_once_end_in_one_place() -> None:
+    """Each hears of the other's binding a little later than its own: both take the lesser rank, whoever was first."""
+    for first, second in ((A, B), (B, A)):
+        one, other = book(), book()
+        one.use(S, first, prompt_tokens=1, now=10.0)
+        other.use(S, second, prompt_tokens=1, now=10.001)
+        one.hear(S, second, used_at=10.003, prompt_tokens=1, now=10.003)
+        other.hear(S, first, used_at=10.002, prompt_tokens=1, now=10.002)
+        homes = [each.get(S, now=11.0) for each in (one, other)]
+        assert [home.rank for home in homes if home] == [A, A]
+
+
 def test_news_of_the_same_home_is_not_answered() -> None:
     """Two replicas that agree are quiet."""
     homes = book()

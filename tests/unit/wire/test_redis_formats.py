@@ -50,6 +50,15 @@ def test_no_bytes_but_news_are_read(message: bytes) -> None:
         assert encode_news(decode_news(message))
 
 
+@pytest.mark.parametrize("load", [(-1, 0.0), (0, -1.0), (0, float("nan")), (0, float("inf"))])
+def test_load_that_no_rank_can_have_is_no_news(load: tuple[int, float]) -> None:
+    """It would spoil the prices."""
+    inflight, waiting_seconds = load
+    work = ["w", 0, inflight, 0, 0, 0, waiting_seconds, 0.0, 0.0]
+    with pytest.raises(WireError):
+        decode_news(msgspec.msgpack.encode(["loads", "replica", [work]]))
+
+
 def test_news_of_an_unknown_kind_is_no_news() -> None:
     """A later version may tell more."""
     with pytest.raises(WireError):
