@@ -178,7 +178,7 @@ def test_a_router_that_joins_late_knows_what_is_warm() -> None:
             until(lambda: data.get("/readyz").status_code == 200)
             warm_rank = ask(data).headers["x-homing-rank"]
         with router("--worker", url) as (_, data, admin):
-            until(lambda: sum(blocks(admin)) > 0)
+            until(lambda: data.get("/readyz").status_code == 200 and sum(blocks(admin)) > 0)
             answer = ask(data, session="another")
             assert answer.headers["x-homing-rank"] == warm_rank
             assert int(answer.headers["x-homing-expected-cached-tokens"]) == cached(answer) == 400
