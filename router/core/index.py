@@ -40,6 +40,7 @@ class _RankState:
     names: dict[EngineHash, int]
     geometry: Geometry
     blocks: int = 0
+    applied_blocks: int = 0
     dense_group: int | None = None
     stride: int = 1
     align: int = 1
@@ -159,6 +160,7 @@ class PrefixIndex:
             self.refused_blocks += len(keys)
             return
         rank.blocks += self._dense.extend(slot, parent, keys)
+        rank.applied_blocks += len(keys)
         rank.names.update(zip(event.hashes, keys, strict=True))
         self.provisional.confirm(slot, DENSE, keys)
         if rank.unnamed or rank.orphans:
@@ -379,6 +381,10 @@ class PrefixIndex:
     def blocks(self, slot: int) -> int:
         """Blocks believed resident on a rank, in its dense group."""
         return self._ranks[slot].blocks
+
+    def applied_blocks(self, slot: int) -> int:
+        """Dense blocks that events have brought in so far, whether or not they are still there."""
+        return self._ranks[slot].applied_blocks
 
     def stride(self, slot: int) -> int:
         """Units in a dense block of the rank."""

@@ -38,6 +38,8 @@ from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, Sna
 
 #: After a reset that the router made, an engine may be so late with the clear that belongs to it.
 CLEAR_SECONDS = 5.0
+#: So many store events without any effect, and a rank's stream is reported as not understood.
+DEAF_EVENTS = 16
 #: An index is shared by the ranks that serve the same models in blocks of the same size.
 IndexKey = tuple[frozenset[str], int]
 
@@ -68,6 +70,13 @@ class Member:
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None
+    stored_events: int = 0
+
+    @property
+    def is_deaf(self) -> bool:
+        """Store events arrive, and not one block of them could be entered: something does not fit."""
+        applied = self.index.applied_blocks(self.slot) if self.index is not None else 0
+        return self.stored_events >= DEAF_EVENTS and not applied
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -240,6 +249,7 @@ class Fleet:
                 member.index.apply(slot, event)
         if member.index is not None:
             member.index.provisional.settle()
+        member.stored_events += counts.get(BlockStored.__name__, 0)
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
         self._measure(member)
@@ -273,6 +283,7 @@ class Fleet:
         """Throw a rank's picture away: nothing stale is trusted."""
         member = self._members[slot]
         member.held = None
+        member.stored_events = 0
         if member.index is not None:
             member.index.clear(slot)
         self.texts.forget(slot)
@@ -373,6 +384,7 @@ class Fleet:
         metrics.rank_pace.labels(*labels).set_function(lambda: 1.0 / (member.pace.factor * member.pace.token_seconds))
         metrics.trust.labels(*labels).set_function(lambda: member.trust.ratio)
         metrics.index_blocks.labels(*labels).set_function(lambda: _blocks(member))
+        metrics.events_unapplied.labels(*labels).set_function(lambda: float(member.is_deaf))
         metrics.index_orphans.labels(*labels).set_function(
             lambda: member.index.orphans(member.slot) if member.index is not None else 0
         )
@@ -387,6 +399,7 @@ class Fleet:
             metrics.trust,
             metrics.index_blocks,
             metrics.index_orphans,
+            metrics.events_unapplied,
         )
 
 

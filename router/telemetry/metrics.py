@@ -118,6 +118,9 @@ class Metrics:
         self.event_lag = histogram(
             "kv_event_lag_seconds", "From an event's own time to its arrival.", buckets=LATENCY_BUCKETS
         )
+        self.events_unapplied = gauge(
+            "kv_events_unapplied", "1 while a rank's store events arrive and none of them can be applied.", RANK
+        )
         self.index_blocks = gauge("index_blocks", "Blocks the index believes resident on a rank.", RANK)
         self.index_orphans = gauge("index_orphan_blocks", "Stored blocks whose parent has not been seen.", RANK)
         self.index_entries = gauge("index_entries", "Distinct blocks in the index.")
