@@ -79,12 +79,17 @@ class Engine:
         self._pool_blocks = pool_blocks
         self._host_blocks = host_blocks
         self.busy_seconds = 0.0
-        self._now = 0.0
-        self.empty()
+        self.now = 0.0
+        self._reset()
 
     def empty(self) -> list[Job]:
         """Lose everything, as a restart does. Returns the jobs that were lost."""
-        lost = [] if self._now == 0.0 else self._jobs()
+        current = [self._prefilling] if self._prefilling else []
+        lost = [*self._queue, *current, *(job for _, _, job in self._running)]
+        self._reset()
+        return lost
+
+    def _reset(self) -> None:
         self.cache = RunCache(self._pool_blocks, self._listener.stored)
         self.host = RunCache(self._host_blocks, self._listener.loadable) if self._host_blocks else None
         self._queue: deque[Job] = deque()
@@ -94,11 +99,6 @@ class Engine:
         self._running: list[tuple[float, int, Job]] = []
         self._running_tokens = 0
         self._jobs_started = 0
-        return lost
-
-    def _jobs(self) -> list[Job]:
-        current = [self._prefilling] if self._prefilling else []
-        return [*self._queue, *current, *(job for _, _, job in self._running)]
 
     def submit(self, job: Job) -> None:
         """A request arrives now."""
@@ -120,7 +120,7 @@ class Engine:
             due = self._remaining / prefill_rate
         if self._running:
             due = min(due, (self._running[0][0] - self._steps) / step_rate)
-        return self._now + max(0.0, due)
+        return self.now + max(0.0, due)
 
     def _rates(self) -> tuple[float, float]:
         """Prefill seconds, and decode steps, done in a second."""
@@ -135,14 +135,14 @@ class Engine:
         return _QUANTUM_SECONDS / (_QUANTUM_SECONDS + step), 1.0 / (_QUANTUM_SECONDS + step)
 
     def _flow(self, until: float) -> None:
-        passed = until - self._now
+        passed = until - self.now
         if passed > 0.0:
             prefill_rate, step_rate = self._rates()
             if self._prefilling is not None:
                 self._remaining -= passed * prefill_rate
                 self.busy_seconds += passed
             self._steps += passed * step_rate
-            self._now = until
+            self.now = until
 
     def _happen(self) -> None:
         if self._prefilling is not None and self._remaining <= _EPSILON:
