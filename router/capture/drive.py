@@ -167,10 +167,9 @@ class _Driver:
     def _request(
         self, prompt: list[int], *, rank: int, output_tokens: int
     ) -> tuple[str, dict[str, Any], dict[str, str]]:
-        seed = self._rng.randrange(1 << 30)
         headers = {"content-type": "application/json"}
         if self._info.engine is Engine.SGLANG:
-            sampling = {"max_new_tokens": output_tokens, "temperature": 1.0, "sampling_seed": seed, "ignore_eos": True}
+            sampling = {"max_new_tokens": output_tokens, "temperature": 1.0, "ignore_eos": True}
             body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
             return "/generate", body | ({"routed_dp_rank": rank} if self._info.dp_size > 1 else {}), headers
         if self._info.dp_size > 1:
@@ -180,7 +179,6 @@ class _Driver:
             "prompt": prompt,
             "max_tokens": output_tokens,
             "temperature": 1.0,
-            "seed": seed,
             "ignore_eos": True,
             "stream": True,
         }

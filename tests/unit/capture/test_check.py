@@ -1,0 +1,104 @@
+"""Captures of real engines, replayed through the router's own code, against the cached tokens the engines reported."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from router.capture.check import check
+from router.capture.cli import check_events
+from router.capture.format import find_captures, read_capture
+
+CAPTURES = Path(__file__).parents[2] / "data" / "kv_events"
+
+
+def captured(name: str) -> Path:
+    return CAPTURES / f"{name}.jsonl.gz"
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "least_exact"),
+    [
+        ("tiny-qwen3", 32, 31),
+        ("tiny-gemma3-swa", 32, 31),
+        ("tiny-qwen3-dp2", 33, 32),
+        ("sglang-tiny-qwen3", 31, 31),
+    ],
+)
+def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:
+    """Turns, twins, salts, evictions, late events and resets: cached tokens to the token."""
+    ((frames, sent),) = find_captures([captured(name)])
+    report = check(read_capture(frames, sent))
+
+    assert report.verdicts is not None
+    assert len(report.verdicts) == requests
+    assert report.exact >= least_exact
+    assert report.exact + report.over + report.under == requests
+
+
+def test_without_events_only_what_was_sent_is_known() -> None:
+    """The same requests with no stream at all: fewer are right, so it is the events that make them so."""
+    capture = read_capture(captured("tiny-qwen3"), CAPTURES / "tiny-qwen3.requests.jsonl.gz")
+
+    assert check(replace(capture, frames=())).exact < check(capture).exact - 5
+
+
+def test_a_hybrid_is_not_judged_by_its_full_group_alone() -> None:
+    """Without the window group's events the same capture is predicted far too well."""
+    capture = read_capture(captured("tiny-gemma3-swa"), CAPTURES / "tiny-gemma3-swa.requests.jsonl.gz")
+    frames = [
+        replace(frame, batch=replace(frame.batch, events=tuple(e for e in frame.batch.events if e.group == 1)))  # type: ignore[union-attr]
+        for frame in capture.frames
+        if frame.batch is not None and all(hasattr(event, "group") for event in frame.batch.events)
+    ]
+
+    assert check(replace(capture, frames=frames)).over > 10
+
+
+def test_totals_and_each_file_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two captures: their sums on top, with the groups of each."""
+    assert check_events(["--json", str(captured("tiny-gemma3-swa")), str(captured("sglang-tiny-qwen3"))]) == 0
+
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["requests"] == 32 + 31
+    assert printed["exact"] + printed["over"] + printed["under"] == printed["requests"]
+    assert [group["kind"] for group in printed["groups"]["tiny-gemma3-swa"]] == ["sliding_window", "full_attention"]
+    assert printed["files"][0]["groups"][0]["window_tokens"] == 64
+
+
+def test_a_lone_file_of_frames_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing can be judged, and nothing is counted as wrong."""
+    lone = tmp_path / "lone.jsonl"
+    lone.write_bytes(gzip.decompress(captured("tiny-qwen3").read_bytes()))
+
+    assert check_events([str(lone)]) == 0
+    assert "no requests file: 105 frames only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"t": 1.0, "frames_hex": ["", "0000000000000000", "zz"]}\n', "bad.jsonl:1: a frame has"),
+        ('{"t": 1.0, "frames_hex": ["", "0000000000000000", "93"]}\nnonsense\n', "bad.jsonl:2: not JSON"),
+        ("[]\n", "bad.jsonl:1: a record is a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, complaint: str
+) -> None:
+    """One line on stderr, status 1."""
+    (tmp_path / "bad.jsonl").write_text(content)
+
+    assert check_events([str(tmp_path / "bad.jsonl")]) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_message_that_cannot_be_decoded_is_counted(tmp_path: Path) -> None:
+    """Damage inside a message is the stream's, not the file's."""
+    (tmp_path / "d.jsonl").write_text('{"t": 1.0, "socket_rank": 0, "frames_hex": ["", "0000000000000000", "c1"]}\n')
+
+    assert check(read_capture(tmp_path / "d.jsonl", None)).damaged == 1
