@@ -16,9 +16,9 @@ from loadtest.simulate.engine import FULL_SPEED_RATE
 from loadtest.simulate.measure import PolicyResult
 from loadtest.simulate.report import Cell, markdown
 from loadtest.simulate.run import simulate
+from loadtest.simulate.scenario import Scenario
 from loadtest.simulate.speed import slowdown_for
 from loadtest.simulate.workload import Recording, load_recording
-from loadtest.simulate.world import Scenario
 from loadtest.trace import TraceError
 
 DESCRIPTION = """\

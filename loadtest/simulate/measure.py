@@ -6,11 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from loadtest.simulate.engine import Job
-    from loadtest.simulate.world import Request
+from loadtest.simulate.engine import Job
+from loadtest.simulate.scenario import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loadtest.simulate.measure import PolicyResult
-from loadtest.simulate.world import Scenario
+from loadtest.simulate.scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from functools import partial
 
 from loadtest.simulate.measure import Meter, PolicyResult
 from loadtest.simulate.runs import Run
+from loadtest.simulate.scenario import Request, Scenario
 from loadtest.simulate.workload import ChildPlan, Play, Recording, Shared, child_path, plays
-from loadtest.simulate.world import Request, Scenario, World
+from loadtest.simulate.world import World
 from router.core.types import SessionKey
 
 

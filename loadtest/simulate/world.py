@@ -27,6 +27,7 @@ from loadtest.simulate.runs import (
     remember,
     sent_blocks,
 )
+from loadtest.simulate.scenario import Request, Scenario
 from router.core.admission import Admission, AdmissionParameters, Hold, Visit
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
@@ -40,7 +41,6 @@ from router.core.types import (
     RankStatus,
     RankView,
     Residency,
-    SessionKey,
     Trust,
 )
 
@@ -50,50 +50,6 @@ _PRIOR_RATE = 10_000.0
 #: A promise outlives its request by so long: the router's own rule.
 _PROMISE_SECONDS = 2.0
 _TICK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """All that a run depends on but the trace and the policy."""
-
-    ranks: int = 8
-    lanes: int = 64
-    pool_tokens: int = 2_000_000
-    slowdown: float = 1.0
-    seed: int = 1
-    warm_up_seconds: float = 1800.0
-    window_seconds: float = 3600.0
-    event_lag_seconds: float = 0.5
-    host_ratio: float = 0.0
-    slow_rank_factor: float = 1.0
-    fail_at_seconds: float | None = None
-    outage_seconds: float = 300.0
-    speed_up: float = 1.0
-
-    @property
-    def end_seconds(self) -> float:
-        """When the run is over."""
-        return self.warm_up_seconds + self.window_seconds
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request on its way: who asks what, and what became of it so far."""
-
-    session: SessionKey | None
-    path: Path
-    prompt_tokens: int
-    output_tokens: int
-    done: Callable[[], None]
-    lane: int
-    is_main: bool = True
-    arrived_at: float = 0.0
-    sent_at: float = 0.0
-    ideal_tokens: int = 0
-    moved: bool = False
-    had_home: bool = False
-    exclude: frozenset[int] = frozenset()
-    flight: Flight | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -271,7 +227,6 @@ class World:
             reusable_tokens={slot: self._tokens(blocks, request) for slot, blocks in believed_blocks(path).items()},
             session=request.session,
             home=home,
-            exclude=request.exclude,
             loadable_tokens=loadable,
             return_ratio=self._admission.guard.return_ratio,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
@@ -327,7 +282,7 @@ class World:
             seconds=decision.expected_prefill_seconds,
             now=self.now,
         )
-        flight = request.flight = Flight(request, decision, claim, promise, binding, visit)
+        flight = Flight(request, decision, claim, promise, binding, visit)
         job = Job(request.path, request.prompt_tokens, request.output_tokens)
         rank = self._ranks[slot]
         rank.jobs[job] = flight
@@ -384,6 +339,8 @@ class World:
         rank.engine.advance(self.now)
         for run in rank.engine.cache.resident:
             run.known.pop(0, None)
+        for run in rank.engine.host.resident if rank.engine.host else ():
+            run.loadable.pop(0, None)
         self._late = deque(entry for entry in self._late if entry[2] != 0)
         residency = self._views[0].residency
         assert residency is not None
@@ -399,6 +356,7 @@ class World:
             self._again(flight.request)
 
     def _again(self, request: Request) -> None:
+        """Send a lost request elsewhere; its client has waited since it asked."""
         arrived_at = request.arrived_at
         self.ask(request)
         request.arrived_at = arrived_at

@@ -14,9 +14,9 @@ from loadtest.simulate.comparators import POLICIES
 from loadtest.simulate.engine import prefill_work
 from loadtest.simulate.measure import PolicyResult, quantile
 from loadtest.simulate.run import simulate
+from loadtest.simulate.scenario import Scenario
 from loadtest.simulate.speed import slowdown_for
 from loadtest.simulate.workload import Recording, Shared, load_recording, plays
-from loadtest.simulate.world import Scenario
 
 #: Twenty minutes of four ranks at a quarter of full speed.
 SMALL = Scenario(ranks=4, lanes=24, pool_tokens=400_000, slowdown=4.0, warm_up_seconds=300.0, window_seconds=900.0)
