@@ -18,7 +18,9 @@ from router.core.types import Decision, Engine, RankId, RankStatus, Reason
 from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet
 from router.fleet.target import Target
-from router.proxy.brain import PROVISIONAL_SECONDS, PreparedRequest, RouterBrain
+from router.proxy.brain import RouterBrain
+from router.proxy.prepared import PreparedRequest
+from router.proxy.promises import PROVISIONAL_SECONDS
 from router.proxy.tokenization import PromptTokenizer
 from router.proxy.types import Attempt, Outcome
 from router.settings import Policy, RoutingSettings

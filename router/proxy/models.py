@@ -1,0 +1,130 @@
+"""What the router knows of models: names, tokenizers, and what divides their caches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+
+from router.errors import BadRequest, NotFound, NoWorker
+from router.fleet.fleet import Fleet
+from router.proxy.token_cache import Chain
+from router.proxy.tokenization import Prompt, PromptTokenizer
+from router.proxy.worker_tokens import WorkerTokenizer
+from router.wire.block_keys import namespace_seed
+from router.wire.openai import Endpoint, InferenceRequest, parse_request
+
+#: Bodies larger than this are rendered, and more new text than this is tokenized, off the event loop.
+_INLINE_BYTES = 1024 * 1024
+_INLINE_CHARS = 8 * 1024
+
+
+class Models:
+    """Names clients may use, and how each model's prompts are keyed."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._tokenizers: dict[str, PromptTokenizer] = {}
+        self._workers: WorkerTokenizer | None = None
+        self._aliases: dict[str, str] = {}
+        self._adapters: set[str] = set()
+
+    def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
+        """Key this model's prompts by tokens from now on."""
+        self._tokenizers[model] = tokenizer
+
+    def ask_workers(self, workers: WorkerTokenizer) -> None:
+        """Have workers tokenize for models without a tokenizer of their own here."""
+        self._workers = workers
+
+    def has_tokenizer(self, model: str) -> bool:
+        """Whether prompts of this model are keyed by tokens."""
+        return model in self._tokenizers
+
+    def token_ids(self, model: str, body: bytes) -> Sequence[int] | None:
+        """The prompt's ids of a chat request's body; None without a tokenizer or template. For the self-check."""
+        tokenizer = self._tokenizers.get(model)
+        try:
+            return tokenizer.encode(parse_request(Endpoint.CHAT, body)) if tokenizer is not None else None
+        except BadRequest:  # the template takes no such chat
+            return None
+
+    def set_alias(self, alias: str, model: str) -> None:
+        """Another name clients may use: bodies are sent on with the model's own."""
+        self._aliases[alias] = model
+
+    def set_adapter(self, model: str) -> None:
+        """This model is an adapter (LoRA) over another: engines keep its blocks apart. Else learnt from the events."""
+        self._adapters.add(model)
+
+    def models(self) -> list[str]:
+        """Names of the models that a known worker serves, sorted."""
+        return sorted({model for member in self._fleet.members() for model in member.models})
+
+    def model_list(self) -> bytes:
+        """The JSON answer of ``GET /v1/models``: the union over workers, and aliases of what they serve."""
+        return json.dumps({"object": "list", "data": [_card(name) for name in self._names()]}).encode()
+
+    def model_card(self, name: str) -> bytes:
+        """The JSON answer of ``GET /v1/models/NAME``. Raises ``NotFound``."""
+        if name not in self._names():
+            raise _no_such_model(name)
+        return json.dumps(_card(name)).encode()
+
+    def _names(self) -> list[str]:
+        models = self.models()
+        return sorted({*models, *(alias for alias, model in self._aliases.items() if model in models)})
+
+    def resolve(self, name: str) -> str:
+        """The model a client means. Raises ``NotFound``, or ``NoWorker`` while no worker is known at all."""
+        model = self._aliases.get(name, name)
+        if model not in self._fleet.models:
+            if not self._fleet.models:
+                raise NoWorker("No worker is registered yet.")
+            raise _no_such_model(name)
+        return model
+
+    # --- keys -----------------------------------------------------------------------------------------
+
+    def special_ids(self, model: str) -> frozenset[int]:
+        """Ids of the special tokens its chat template may set between messages; empty without a tokenizer."""
+        tokenizer = self._tokenizers.get(model)
+        return frozenset() if tokenizer is None else frozenset(tokenizer.special_ids)
+
+    async def tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
+        """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None and self._workers is None:
+            return None
+        if tokenizer is None:
+            assert self._workers is not None
+            tokens = await self._workers.tokens(request, model=model)
+            return None if tokens is None else Prompt(tokens, {})
+        if len(request.body) > _INLINE_BYTES:
+            draft = await asyncio.to_thread(tokenizer.start, request)
+        else:
+            draft = tokenizer.start(request)
+        if draft is None:
+            return None
+        chains = {Chain(index.block_tokens, seed) for index in self._fleet.indexes(model)}
+        if draft.unknown_chars > _INLINE_CHARS:
+            return await asyncio.to_thread(draft.finish, chains)
+        return draft.finish(chains)
+
+    def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
+        """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
+        is_adapter = model in self._adapters or any(model in index.adapters for index in self._fleet.indexes(model))
+        salt, extra = (
+            value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key")
+        )
+        parts = (model if is_adapter else "", salt)
+        plain = namespace_seed(*parts)
+        return (namespace_seed(*parts, extra), plain) if extra else (plain, None)
+
+
+def _card(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "homing"}
+
+
+def _no_such_model(name: str) -> NotFound:
+    return NotFound(f"The model {name!r} does not exist or no worker serves it.", code="model_not_found", param="model")

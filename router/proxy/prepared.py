@@ -1,0 +1,75 @@
+"""A request keyed once: its session, its tokens, and the names of its blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.core.types import SessionKey
+from router.fleet.decisions import Decided
+from router.proxy.token_cache import Chain
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.openai import Endpoint, InferenceRequest
+from router.wire.text_keys import chat_text, prompt_text, text_keys
+
+#: Without a tokenizer a token is taken for so many bytes of text.
+BYTES_A_TOKEN = 4
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request keyed once, for any number of attempts. ``tokens`` is None where only text is known.
+
+    ``plain_seed`` is the root that SGLang's events imply, which do not carry the request's extra key; None without one.
+    """
+
+    model: str
+    session: SessionKey | None
+    tokens: array[int] | None
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+    plain_seed: int | None = None
+    text_keys: Sequence[int] = ()
+    ideal_tokens: int = 0
+    decided: Decided | None = None
+    _keys: dict[int, Sequence[int]] = field(default_factory=dict)
+
+    def know_keys(self, keys: Mapping[Chain, Sequence[int]]) -> None:
+        """Keys that came with the tokens. Others are hashed when they are asked for."""
+        self._keys.update((chain.block_tokens, known) for chain, known in keys.items() if chain.seed == self.seed)
+
+    def keys(self, block_tokens: int) -> Sequence[int]:
+        """Chain keys of the prompt in blocks of this size; empty without tokens."""
+        if self.tokens is None:
+            return ()
+        if block_tokens not in self._keys:
+            self._keys[block_tokens] = block_keys(self.tokens, block_tokens=block_tokens, parent=self.seed)
+        return self._keys[block_tokens]
+
+    def keys_after(self, output: Sequence[int], *, block_tokens: int) -> Sequence[int]:
+        """Keys of the whole blocks that ``output`` fills after the prompt's own."""
+        if self.tokens is None:
+            return ()
+        known = self.keys(block_tokens)
+        rest = self.tokens[len(known) * block_tokens :] + array("I", output)
+        return block_keys(rest, block_tokens=block_tokens, parent=known[-1] if known else self.seed)
+
+
+def guessed_tokens(request: InferenceRequest) -> int:
+    """Prompt tokens as far as the body's size tells; tokenizing computes nothing."""
+    if request.endpoint in (Endpoint.TOKENIZE, Endpoint.COUNT_TOKENS):
+        return 1
+    return max(1, len(request.body) // BYTES_A_TOKEN)
+
+
+def request_text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
+    """Keys over the prompt's text; none where a prompt leaves nothing in a cache."""
+    if request.chat is not None:
+        text = chat_text(request.chat["messages"], tools=request.chat.get("tools"))
+    elif request.prompt is not None:
+        text = prompt_text(request.prompt)
+    else:
+        return ()
+    return text_keys(text, parent=namespace_seed(model, str(seed)))

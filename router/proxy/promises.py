@@ -1,0 +1,116 @@
+"""What requests will leave in a rank's cache, before any event says so.
+
+Events come up to a second late. A prompt's blocks are promised when the engine will find them (at dispatch, or at the
+first byte), an answer's when its tokens are known; promises outlive their request for as long as events may lag.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from router.core.index import PrefixIndex
+from router.core.provisional import Ticket
+from router.core.types import Engine, SessionKey
+from router.fleet.fleet import Fleet, Member
+from router.proxy.prepared import PreparedRequest
+from router.wire.block_keys import block_keys
+
+#: After a request has ended its blocks still count for so long: the engine's events may be that late.
+PROVISIONAL_SECONDS = 2.0
+
+#: What one request has entered as provisional, and where.
+Promise = tuple[PrefixIndex, Ticket]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A request that has just ended, of whose answer only the length is known."""
+
+    member: Member
+    prepared: PreparedRequest
+    output_tokens: int
+
+
+class Promises:
+    """Makes promises in the indexes, and takes each back in time."""
+
+    def __init__(self, fleet: Fleet, *, special_ids: Callable[[str], frozenset[int]]) -> None:
+        self._fleet = fleet
+        self._special_ids = special_ids
+        self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
+        self._answered: dict[tuple[str, SessionKey], _Answered] = {}
+
+    def prompt(self, member: Member, prepared: PreparedRequest) -> Promise | None:
+        """The prompt's blocks will be on this rank."""
+        index = member.index
+        if index is None or prepared.tokens is None or not self._fleet.knows(member):
+            return None
+        keys = prepared.keys(index.block_tokens)
+        if prepared.plain_seed is not None and member.target.engine is Engine.SGLANG:
+            plain = block_keys(prepared.tokens, block_tokens=index.block_tokens, parent=prepared.plain_seed)
+            index.namespaces.learn(plain, keys, seed=prepared.seed)
+        return index, index.promise(member.slot, keys, prompt_tokens=prepared.prompt_tokens)
+
+    def output(self, member: Member, prepared: PreparedRequest, output: Sequence[int]) -> Promise | None:
+        """The answer's blocks too. The last token's own keys and values are never computed: blocks end before it."""
+        index = member.index
+        if index is None or prepared.tokens is None or len(output) < 2 or not self._fleet.knows(member):
+            return None
+        keys = (*prepared.keys(index.block_tokens), *prepared.keys_after(output[:-1], block_tokens=index.block_tokens))
+        start = prepared.prompt_tokens // index.block_tokens
+        return index, index.promise_more(member.slot, keys, start=start)
+
+    def answered(self, member: Member, prepared: PreparedRequest, *, output_tokens: int, now: float) -> None:
+        """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""
+        if prepared.session is not None:
+            key = (prepared.model, prepared.session)
+            self._answered[key] = _Answered(member, prepared, output_tokens)
+            self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._answered.pop, key, None)))
+
+    def recall(self, prepared: PreparedRequest, *, now: float) -> None:
+        """What the session's last answer left behind, if this prompt brings it back whole.
+
+        The prompt has the answer's text: where the template's next special token stands just behind as many tokens as
+        the answer had, they are the answer's.
+        """
+        answered = self._answered.pop((prepared.model, prepared.session), None) if prepared.session else None
+        if answered is None or prepared.tokens is None:
+            return
+        before, count = answered.prepared, answered.output_tokens
+        start = before.prompt_tokens
+        if before.seed != prepared.seed or before.tokens != prepared.tokens[:start]:
+            return
+        rest = prepared.tokens[start : start + count + 1]
+        special = self._special_ids(prepared.model)
+        length = next((place for place, token in enumerate(rest) if token in special), None)
+        if length in (count - 1, count) and (promise := self.output(answered.member, before, rest[:count])):
+            self.keep([promise], now=now)
+
+    def keep(self, promises: Iterable[Promise], *, now: float) -> None:
+        """The request is over and its blocks are there: count them until events must have come."""
+        for index, ticket in promises:
+            index.provisional.end(ticket)
+            self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
+
+    @staticmethod
+    def take_back(promises: Iterable[Promise]) -> None:
+        """The request failed: nothing of it is there."""
+        for index, ticket in promises:
+            index.provisional.drop(ticket)
+
+    def expire(self, now: float) -> None:
+        """Let go of what is past its time. Called before each lookup."""
+        while self._expiring and self._expiring[0][0] <= now:
+            self._expiring.popleft()[1]()
+
+
+def counts_at_dispatch(member: Member) -> bool:
+    """Whether a second request finds the blocks of one that has not been prefilled yet.
+
+    vLLM and the shim enter blocks as they schedule them; SGLang once they are computed: what is in flight together all
+    misses.
+    """
+    return member.target.engine is not Engine.SGLANG
