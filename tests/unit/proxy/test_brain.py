@@ -603,3 +603,32 @@ async def test_other_text_has_other_keys(change: str) -> None:
 
     assert keys[0] == keys[1] != keys[2]
     assert keys[0][0] != keys[2][0]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("spoken", "counts"), [(0, True), (1, True), (2, False)])
+async def test_the_next_turn_tells_what_the_answer_left_behind(spoken: int, *, counts: bool) -> None:
+    """Before any event: the answer's blocks count once its text is back, ended by as many tokens as it had.
+
+    ``spoken`` tokens more than the text has were reported: the end-of-turn token may be among them, others not.
+    """
+    world = World(ranks=1)
+    world.brain.set_tokenizer("m", PromptTokenizer.from_files(FILES[0], {"chat_template": CHATML}))
+    answer = "the house by the river stood open all day and " * 8
+    first = [{"role": "user", "content": "go on for a while " * 10}]
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "and then"}]
+    length = len((await world.prepare(first)).tokens or ())
+    said = len(TOKENIZER._tokenizer.encode(answer, add_special_tokens=False).ids)
+
+    attempt = await world.ask(first, session="s")
+    attempt.lease.close(Outcome.OK, Usage(length, said + spoken, 0))
+    world.now += 0.1
+    expected = (await world.ask(second, session="s")).decision.expected_cached_tokens
+
+    computed = length + said + spoken - 1  # the last token's own keys and values are never computed
+    assert expected == (computed if counts else length) // BLOCK * BLOCK
