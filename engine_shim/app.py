@@ -27,6 +27,7 @@ from engine_shim.engine import Engine
 from engine_shim.events import Endpoints, EventPublisher
 from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import ModelCard, read_card
+from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.runner.sim_runner import SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import ServedModel, create_app
@@ -97,7 +98,7 @@ def build(settings: ShimSettings) -> Shim:
             Engine(
                 rank,
                 scheduler,
-                runner=new_runner(),
+                runner=_shadowed(settings, new_runner(), layout, scheduler),
                 layout=layout,
                 publisher=publisher,
                 clock=time.perf_counter,
@@ -211,7 +212,7 @@ def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, lim
             eos_token_ids=frozenset(card.eos_token_ids),
         )
     except ValueError as error:
-        raise StartError(str(error)) from error
+        raise StartError(f"window_pool_tokens: {error}") from error
 
 
 def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Callable[[], Runner]:
@@ -226,6 +227,15 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     from engine_shim.runner.torch_runner import TorchRunner
 
     return functools.partial(TorchRunner, decoder, layout)
+
+
+def _shadowed(settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler) -> Runner:
+    """The runner, watched for corruption on a sample of its steps."""
+    if not settings.shadow_steps:
+        return runner
+    return ShadowRunner(
+        runner, layout, generations=scheduler.generations, every_steps=settings.shadow_steps, sample=True
+    )
 
 
 def _torch_decoder(settings: ShimSettings, card: ModelCard) -> Decoder:

@@ -11,8 +11,8 @@ Only the engine thread touches the scheduler, the runner and the live event sock
 before its tokens do, so whoever reads an answer's end can know what the cache holds.
 
 **Failure.** A step whose runner raises ends that step's requests with ``ERROR`` and the rank goes on; after
-``MAX_FAILED_STEPS`` such steps in a row the rank fails. Any other error, a cache that contradicts itself above all,
-fails it at once. A failed rank ends all its requests, takes no more, and says why in ``failure``.
+``MAX_FAILED_STEPS`` such steps in a row the rank fails. Any other error, a cache that contradicts itself or its shadow
+above all, fails it at once. A failed rank ends all its requests, takes no more, and says why in ``failure``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from engine_shim.cache.integrity import IntegrityError
 from engine_shim.events import EventPublisher
 from engine_shim.metrics import Latencies
 from engine_shim.schedule.scheduler import Scheduler
@@ -249,6 +250,8 @@ class Engine:
         self._note_scheduled(batch)
         try:
             tokens = self._runner.run(batch)
+        except IntegrityError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model or device raises; logged and counted
             outputs = self._fail_step(batch, error)
         else:

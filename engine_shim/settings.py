@@ -84,6 +84,9 @@ class ShimSettings(BaseModel):
     )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
+    shadow_steps: Annotated[int, Field(ge=0)] = Field(
+        16, description="Of every so many steps check one request's cache slots against their shadow; 0 for never."
+    )
     max_context_tokens: _Positive | None = Field(
         None, description="Prompt and answer together. Default: the model's limit, or what the pool holds."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from engine_shim.types import NULL_PAGE
@@ -15,10 +16,10 @@ class PagePool:
     """Pages 1 .. ``pages - 1`` of one group; page 0 is the null page and is never handed out.
 
     The last page freed is the first one handed out again, so a page that is given back too early is
-    soon overwritten and shows up in tests.
+    soon overwritten and shows up in tests. ``generations[page]`` counts how often a page has come back.
     """
 
-    __slots__ = ("_free", "_held", "total")
+    __slots__ = ("_free", "_held", "generations", "total")
 
     def __init__(self, pages: int) -> None:
         if pages < 2:
@@ -26,6 +27,7 @@ class PagePool:
         self.total = pages - 1
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._held = bytearray(pages)
+        self.generations = array("q", bytes(8 * pages))
 
     @property
     def free_pages(self) -> int:
@@ -56,6 +58,7 @@ class PagePool:
             if not self._held[page]:
                 raise PageError(f"page {page} is free already")
             self._held[page] = 0
+            self.generations[page] += 1
             self._free.append(page)
 
     def free_set(self) -> set[int]:

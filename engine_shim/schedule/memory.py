@@ -133,8 +133,6 @@ class Memory:
             return
         receipt, table = _receipt(entry), entry.request.tables[self._window]
         current = (entry.request.computed_tokens - at_prompt_end) // self._page
-        if self._state is not None:
-            current = entry.kept_tokens // self._page  # nothing can be stored behind the last state
         start = max(entry.window_from, current - self._window_pages)
         own = table[max(entry.window_from, receipt.pages) : start]
         self.cache.pools[self._window].free(own)

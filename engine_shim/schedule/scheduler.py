@@ -19,6 +19,7 @@ there, and its sampled tokens are kept.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import replace
 
@@ -336,6 +337,11 @@ class Scheduler:
             computed_tokens=self._counters.computed_tokens,
             preemptions=self._counters.preemptions,
         )
+
+    @property
+    def generations(self) -> tuple[array[int], ...]:
+        """For each group how often each of its pages has been freed: whoever saw another number saw another page."""
+        return tuple(pool.generations for pool in self._memory.cache.pools)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache contradicts itself."""

@@ -8,6 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from engine_shim.model.config import (
+    DeltaNet,
     LayerConfig,
     Llama3Scaling,
     Norm,
@@ -122,6 +123,45 @@ def test_multimodal_gemma_is_read_as_text() -> None:
     assert from_hugging_face(outer) == from_hugging_face(GEMMA3)
 
 
+# The layer form of Qwen3-Next 80B, as published, with dense MLPs in place of its experts.
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000000,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_experts": 0,
+    "eos_token_id": 151645,
+}
+
+
+def test_qwen3_next_fields() -> None:
+    """Three delta nets to each full layer, whose rope turns a quarter of the head and whose output is gated."""
+    config = from_hugging_face(QWEN3_NEXT)
+    recurrent = LayerConfig(None, None, recurrent=True)
+    full = LayerConfig(None, Rope(10000000, turned_ratio=0.25))
+    assert config.layers == ((recurrent,) * 3 + (full,)) * 12
+    assert config.delta_net == DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
+    assert config.delta_net.channels == 8192
+    assert config.gated_attention
+    assert config.norm is Norm.RMS_PLUS_ONE
+    assert not config.post_norms
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -135,6 +175,9 @@ def test_multimodal_gemma_is_read_as_text() -> None:
         ({**QWEN3, "layer_types": ["chunked_attention"] * 28}, "'chunked_attention'"),
         ({**QWEN3, "layer_types": ["full_attention"] * 27}, "'layer_types'"),
         ({**QWEN3, "use_sliding_window": True}, "'use_sliding_window'"),
+        ({**QWEN3_NEXT, "num_experts": 512}, "'num_experts'"),
+        ({**QWEN3, "layer_types": ["linear_attention"] * 28}, "'linear_attention'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
         ({**GEMMA3, "attn_logit_softcapping": 50.0}, "'attn_logit_softcapping'"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "'use_bidirectional_attention'"),
     ],

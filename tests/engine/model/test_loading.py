@@ -18,7 +18,7 @@ from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import read_card
 from engine_shim.model.weights import read_safetensors
 from engine_shim.runner.torch_runner import TorchRunner
-from engine_shim.types import Batch, Chunk, Request, Sampling
+from engine_shim.types import Batch, Chunk, GroupKind, Request, Sampling
 
 
 @pytest.fixture
@@ -102,6 +102,21 @@ def test_layout_of_a_hybrid_model() -> None:
     assert layout.pages == (64, 21)
     # ceil((32 - 1) / 16)
     assert layout.window_pages() == 2
+
+
+def test_layout_with_recurrent_layers() -> None:
+    """They are the last group, of slots in place of pages, one for every 256 tokens of the pool if nobody says."""
+    config = layers(read_card("needle").config, None, 32)
+    config = replace(config, layers=(*config.layers, LayerConfig(None, None, recurrent=True)))
+    layout = layout_for(config, page_tokens=24, pool_tokens=25_600)
+    assert [(group.kind, group.layers) for group in layout.groups] == [
+        (GroupKind.FULL, (0,)),
+        (GroupKind.WINDOW, (1,)),
+        (GroupKind.STATE, (2,)),
+    ]
+    assert layout.pages[2] == 101
+    assert layout.checkpoint_tokens == 2040  # the most whole pages in 2048
+    assert layout_for(config, page_tokens=24, pool_tokens=25_600, state_slots=7).pages[2] == 8
 
 
 def test_layouts_that_cannot_be() -> None:

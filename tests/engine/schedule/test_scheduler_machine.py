@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_memory import EOS, KvMemory, expected_output
 
+from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, GroupKind, Output, Request, Sampling
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.chunk = chunk
         self.memory = KvMemory(self.layout)
+        self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
         self.resident: dict[int, set[int | bytes]] = {}
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
@@ -121,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def land(self) -> None:
         """The runner writes at the last moment, after whatever was aborted meanwhile."""
         batch, self.batch = self.batch, None
-        self.take(self.scheduler.commit(batch, self.memory.run(batch)))
+        self.take(self.scheduler.commit(batch, self.runner.run(batch)))
 
     @precondition(lambda self: self.batch is not None)
     @rule()

@@ -15,6 +15,7 @@ from engine_shim.cache.integrity import IntegrityError
 from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
 from engine_shim.events import Endpoints, EventPublisher
 from engine_shim.model.tokenizer import read_card
+from engine_shim.runner.shadow import ShadowError
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import ServedModel, create_app
 from engine_shim.types import (
@@ -148,6 +149,19 @@ async def test_integrity_is_checked_when_idle() -> None:
         assert [token for delta in deltas for token in delta.tokens] == [7, 7, 7]
         await until(lambda: engine.failure is not None)
         assert engine.failure == "IntegrityError: page 3 is held twice"
+
+
+async def test_corruption_stops_a_rank_at_once() -> None:
+    """A step that finds its cache corrupt is no step to shrug off: there is no second one."""
+
+    def corrupt() -> None:
+        raise ShadowError("request 'a' reads a wrong token at position 0 of group 0")
+
+    async with running(StepRunner(corrupt)) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a"), mailbox=box, index=0)
+        assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
+        assert engine.failure == "ShadowError: request 'a' reads a wrong token at position 0 of group 0"
 
 
 async def test_integrity_is_checked_seldom() -> None:

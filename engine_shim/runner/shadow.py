@@ -1,0 +1,190 @@
+"""A shadow of the cache: what every slot should hold, checked against what a step is about to read.
+
+Beside the real keys and values stands, for each slot, which token was written there, at which position, with what
+before it, and how often its page had been handed out by then. A page freed too early, a table that is one slot off, two
+writers of one page or a state of another request then show as a ``ShadowError`` at the step that would have used them,
+not as a slightly wrong answer. Costs a few bytes a slot and some arithmetic, no look at the values themselves.
+Idea: SGLang's ``kv_canary``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_shim.cache.integrity import IntegrityError
+from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner
+from router.wire.block_keys import namespace_seed
+
+Integers = npt.NDArray[np.int64]
+#: So much of a context is checked at once in service.
+SAMPLE_TOKENS = 2048
+_UNWRITTEN = -1
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class ShadowError(IntegrityError):
+    """A step reads, or has overwritten, something else than it believes; the message says what and where."""
+
+
+def chain(previous: int, token: int) -> int:
+    """The name of a prefix one token longer, 63 bits: a multiply and a shift of splitmix64."""
+    mixed = ((previous ^ token) + _MIX) * 0xBF58476D1CE4E5B9 & _MASK
+    return (mixed ^ mixed >> 31) >> 1
+
+
+class _Slots:
+    """What the slots of one group hold: token, position, the chain up to it, and the page's generation when written."""
+
+    def __init__(self, slots: int) -> None:
+        self.tokens, self.positions, self.chains, self.generations = np.full((4, slots), _UNWRITTEN, dtype=np.int64)
+
+
+class ShadowRunner:
+    """A runner around another one. ``generations[group][page]`` counts how often the pool has taken a page back.
+
+    Of every ``every_steps``-th step it checks each chunk, before and after the forward pass; with ``sample``, for
+    service, one chunk in turn, and of long contexts ``SAMPLE_TOKENS`` in turn. Raises ``ShadowError``; what the inner
+    runner raises passes through.
+    """
+
+    def __init__(
+        self,
+        inner: Runner,
+        layout: CacheLayout,
+        *,
+        generations: Sequence[array[int]],
+        every_steps: int = 1,
+        sample: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._layout = layout
+        self._generations = [np.frombuffer(each, dtype=np.int64) for each in generations]
+        self._every_steps = every_steps
+        self._sample = sample
+        self._steps = 0
+        self.checked_chunks = 0
+        self._slots = [
+            _Slots(pages * (1 if group.kind is GroupKind.STATE else layout.page_tokens))
+            for group, pages in zip(layout.groups, layout.pages, strict=True)
+        ]
+
+    def run(self, batch: Batch) -> list[int]:
+        """Check what is read, run, note what was written, check again."""
+        self._steps += 1
+        checked = self._chosen(batch)
+        for chunk in checked:
+            self._check(chunk, end=chunk.start)
+        chains = [self._chains(chunk) for chunk in batch.chunks]
+        for chunk in batch.chunks:
+            self._forget(chunk)  # whatever a failing step writes there is nothing to rely on
+        tokens = self._inner.run(batch)
+        for chunk, prefix in zip(batch.chunks, chains, strict=True):
+            self._write(chunk, prefix)
+        for chunk in checked:
+            self._check(chunk, end=chunk.start + chunk.count)
+        return tokens
+
+    def _chosen(self, batch: Batch) -> tuple[Chunk, ...]:
+        if self._steps % self._every_steps:
+            return ()
+        turn = self._steps // self._every_steps % len(batch.chunks)
+        chosen = (batch.chunks[turn],) if self._sample else batch.chunks
+        self.checked_chunks += len(chosen)
+        return chosen
+
+    def _chains(self, chunk: Chunk) -> list[int]:
+        """The chain before the chunk, then the one at each of its positions."""
+        value = namespace_seed(chunk.request.namespace) >> 1
+        if chunk.start > 0:
+            last = self._places(chunk, self._layout.groups[0], chunk.start - 1, chunk.start)
+            value = int(self._slots[0].chains[last[0]])
+        values = [value]
+        for token in chunk.request.tokens[chunk.start : chunk.start + chunk.count]:
+            value = chain(value, token)
+            values.append(value)
+        return values
+
+    def _forget(self, chunk: Chunk) -> None:
+        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+            slots.positions[self._written(chunk, group)] = _UNWRITTEN
+
+    def _write(self, chunk: Chunk, chains: list[int]) -> None:
+        end = chunk.start + chunk.count
+        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+            state = group.kind is GroupKind.STATE
+            places = self._written(chunk, group)
+            slots.tokens[places] = chunk.request.tokens[end - len(places) : end]
+            slots.positions[places] = np.arange(end - len(places), end)
+            slots.chains[places] = chains[-1:] if state else chains[1:]
+            slots.generations[places] = self._generation(group, places)
+
+    def _written(self, chunk: Chunk, group: CacheGroup) -> Integers:
+        if group.kind is GroupKind.STATE:
+            return np.array(chunk.tables[group.index][1:2], dtype=np.int64)
+        return self._places(chunk, group, chunk.start, chunk.start + chunk.count)
+
+    def _places(self, chunk: Chunk, group: CacheGroup, start: int, end: int) -> Integers:
+        """Slots of the positions [start, end) in a paged group."""
+        page = self._layout.page_tokens
+        first = start // page
+        table = np.array(chunk.tables[group.index][first : -(-end // page)], dtype=np.int64)
+        positions = np.arange(start, end)
+        return table[positions // page - first] * page + positions % page
+
+    def _generation(self, group: CacheGroup, places: Integers) -> Integers:
+        page_slots = 1 if group.kind is GroupKind.STATE else self._layout.page_tokens
+        return self._generations[group.index][places // page_slots]
+
+    def _check(self, chunk: Chunk, *, end: int) -> None:
+        """All that the chunk's queries look back to, up to ``end``, is what the request's own tokens say."""
+        if end == 0:
+            return
+        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+            match group.kind:
+                case GroupKind.FULL:
+                    start, stop = self._stretch(end)
+                case GroupKind.WINDOW:
+                    start, stop = max(0, chunk.start + 1 - (group.window_tokens or 0)), end
+                case GroupKind.STATE:
+                    start, stop = end - 1, end
+            if group.kind is GroupKind.STATE:
+                places = np.array([chunk.tables[group.index][end > chunk.start]], dtype=np.int64)
+            else:
+                places = self._places(chunk, group, start, stop)
+            known = np.array(chunk.request.tokens[start:stop], dtype=np.int64)
+            wrong = {
+                "position": slots.positions[places] != np.arange(start, stop),
+                "token": slots.tokens[places] != known,
+                "generation": slots.generations[places] != self._generation(group, places),
+            }
+            for what, where in wrong.items():
+                self._compare(chunk, group, what, where, start)
+            broken = _broken(slots.chains[places], known[1:])
+            self._compare(chunk, group, "previous token", broken, start + 1)
+
+    def _stretch(self, end: int) -> tuple[int, int]:
+        """The part of the positions up to ``end`` to look at: all of them, or in service another one each time."""
+        if not self._sample or end <= SAMPLE_TOKENS:
+            return 0, end
+        low = self._steps // self._every_steps * SAMPLE_TOKENS % end
+        return low, min(end, low + SAMPLE_TOKENS)
+
+    def _compare(self, chunk: Chunk, group: CacheGroup, what: str, wrong: npt.NDArray[np.bool_], start: int) -> None:
+        if wrong.any():
+            position = start + int(wrong.argmax())
+            raise ShadowError(
+                f"request {chunk.request.id!r} reads a wrong {what} at position {position} of group {group.index}"
+            )
+
+
+def _broken(chains: Integers, tokens: Integers) -> npt.NDArray[np.bool_]:
+    """Where a slot's chain is not that of the slot before it and its own token: ``chain``, on arrays."""
+    before, now = chains[:-1].astype(np.uint64), chains[1:].astype(np.uint64)
+    mixed = ((before ^ tokens.astype(np.uint64)) + np.uint64(_MIX)) * np.uint64(0xBF58476D1CE4E5B9)
+    expected = (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)
+    return np.asarray(expected != now)
