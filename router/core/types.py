@@ -8,9 +8,11 @@ that indexes bit sets and arrays, given at registration and reused after the ran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+import msgspec
 
 
 class Engine(StrEnum):
@@ -42,6 +44,8 @@ class Reason(StrEnum):
     LOAD = "load"  # least_loaded: it had the least to do
     RETRY = "retry"  # an earlier attempt failed elsewhere
     ONLY = "only"  # no other rank could serve it
+
+    __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
 
 
 class RankId(NamedTuple):
@@ -136,9 +140,8 @@ class FleetView:
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
-    """What a decision needs to know of a request.
+class RouteRequest(msgspec.Struct, frozen=True):
+    """What a decision needs to know of a request. A struct, not a dataclass: made anew for each, thirty times as fast.
 
     ``reusable_tokens[slot]`` is the usable cached prefix on that rank (absent: none).
     ``home`` is the slot that served this session last, if it is still known.
@@ -150,11 +153,11 @@ class RouteRequest:
     model: str
     prompt_tokens: int
     output_tokens: int
-    reusable_tokens: Mapping[int, int] = field(default_factory=dict)
+    reusable_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
     session: SessionKey | None = None
     home: int | None = None
     exclude: frozenset[int] = frozenset()
-    loadable_tokens: Mapping[int, int] = field(default_factory=dict)
+    loadable_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
     allowed: frozenset[int] | None = None
     return_ratio: float = 1.0
 
@@ -175,8 +178,7 @@ class Price(NamedTuple):
         return self.wait_seconds + self.work_seconds + self.decode_seconds + self.evict_seconds + self.move_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Where a request goes, why, and what is expected of it there."""
 
     slot: int

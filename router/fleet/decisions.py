@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 
 from router.core.types import Decision, FleetView, Price, RankId, Reason, SessionKey
@@ -164,6 +165,7 @@ def attempt_of(
     )
 
 
+@lru_cache(maxsize=4096)
 def session_hash(session: SessionKey | None) -> str | None:
     """A name for a session by which its requests are told apart and nobody is recognised."""
     if session is None:

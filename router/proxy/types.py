@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 from router.core.types import Decision
 from router.fleet.target import Target
@@ -25,6 +26,8 @@ class Outcome(StrEnum):
     PROTOCOL = "protocol"  # the worker's answer is not HTTP
     CLIENT_GONE = "client_gone"
 
+    __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
+
 
 class Lease(Protocol):
     """One attempt's claim on a rank: its load and its provisional blocks. ``close`` must be called once."""
@@ -36,8 +39,7 @@ class Lease(Protocol):
         """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """A decision made and opened."""
 
     target: Target

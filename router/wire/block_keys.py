@@ -14,12 +14,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import xxhash
 
 TOKEN_BYTES = 4
 
 
+@lru_cache(maxsize=1024)
 def namespace_seed(*parts: str) -> int:
     """The chain's root for a namespace: model, then adapter, salt and whatever else divides caches."""
     material = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)

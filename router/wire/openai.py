@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -39,8 +38,7 @@ class Endpoint(StrEnum):
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True):
     """What the router reads of a request. ``body`` is what the client sent, byte for byte.
 
     ``fields`` is the decoded top-level object (messages, prompt, tools, session fields, ...).
@@ -58,8 +56,7 @@ class InferenceRequest:
     prompt: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Token counts a worker reports. ``cached_tokens`` is None where the engine does not say."""
 
     prompt_tokens: int
@@ -189,7 +186,7 @@ _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},:]', re.DOTALL)
 
 def with_model(request: InferenceRequest, model: str) -> InferenceRequest:
     """The same request to another model."""
-    return replace(request, model=model, body=with_field(request, "model", model))
+    return msgspec.structs.replace(request, model=model, body=with_field(request, "model", model))
 
 
 def with_field(request: InferenceRequest, name: str, value: int | str) -> bytes:
@@ -296,7 +293,7 @@ def later_usage(earlier: Usage | None, later: Usage | None) -> Usage | None:
     if later is None or earlier is None:
         return later or earlier
     if later.prompt_tokens == 0:
-        return replace(earlier, completion_tokens=later.completion_tokens)
+        return Usage(earlier.prompt_tokens, later.completion_tokens, earlier.cached_tokens)
     return later
 
 
