@@ -145,7 +145,8 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
     spec = WorkerSpec.model_validate(
         {"url": options.worker.rstrip("/"), "kv_events": options.kv_events, "dp_size": options.dp_size}
     )
-    async with httpx.AsyncClient(timeout=httpx.Timeout(None), trust_env=False) as client:
+    patience = httpx.Timeout(20.0 if options.drive else 3600.0)
+    async with httpx.AsyncClient(timeout=patience, trust_env=False) as client:
         info = await describe(client, spec)
         with Tape(options.name, options.folder) as tape:
             tape.note(
