@@ -48,6 +48,7 @@ _HEADERS = (
     "x-opencode-session",
     "x-grok-conv-id",
 )
+_NAMES = frozenset(_HEADERS)
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
 _LATE_HEADERS = ("x-correlation-id",)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
@@ -63,9 +64,15 @@ def identify(
     headers: Mapping[str, str], fields: Mapping[str, Any], *, tenant: str, first: Sequence[str] = ()
 ) -> SessionKey | None:
     """Name the session of a request, or None if nothing names it. ``headers`` has lower-case names."""
-    agent = next((_clean(headers[name]) for name in _AGENT_HEADERS if headers.get(name)), "")
-    configured = (name for name in map(str.lower, first) if name not in _CREDENTIALS)
-    for name in (*configured, *_HEADERS):
+    agent = ""
+    for name in _AGENT_HEADERS:
+        if value := headers.get(name):
+            agent = _clean(value)
+            break
+    for name in map(str.lower, first):
+        if name not in _CREDENTIALS and (value := headers.get(name)):
+            return SessionKey(tenant, _clean(value), agent)
+    for name in _HEADERS if not _NAMES.isdisjoint(headers) else ():
         if value := headers.get(name):
             return SessionKey(tenant, _clean(value), agent)
     for name, value in headers.items():
