@@ -27,6 +27,12 @@ def captured(name: str) -> Path:
         ("tiny-gemma3-swa", 32, 31),
         ("tiny-qwen3-dp2", 33, 32),
         ("sglang-tiny-qwen3", 31, 31),
+        ("own-vllm-qwen3-overlap", 99, 97),
+        ("own-vllm-qwen3next-gdn", 81, 80),
+        ("own-vllm-llama4-chunked", 82, 79),
+        ("own-vllm-gemma3-w20", 91, 88),
+        ("own-vllm-gemma3-w200-retention", 82, 81),
+        ("own-sglang-qwen3-tenants", 78, 77),
     ],
 )
 def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:
