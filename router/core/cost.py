@@ -2,7 +2,8 @@
 
     price = wait + work + decode + evict + move
 
-- wait: prefill already queued there, and a little for what was sent there lately;
+- wait: prefill already queued there, and some for what was sent there in the last minutes, in proportion to the work
+  that this request brings: a conversation that starts cold stays, and its turns will wait where ranks are busy;
 - work: prefill of what the rank does not hold, and loading of what lies in a lower tier there;
 - decode: how much the requests decoding there slow this one, and it them;
 - evict: the recomputation this request's blocks will cause by pushing others out;
@@ -26,10 +27,13 @@ from router.core.types import Price, RankView, RouteRequest
 _DECODE_STEPS = 300
 #: Share of evicted tokens that somebody will want back, and the weight of that cost.
 _EVICTED_RETURN_RATIO = 0.5
-#: Recent work as wait: enough to break ties between idle ranks, too little to leave a cache for.
-_RECENT_WEIGHT = 0.02
+#: Seconds of waiting for a second of own work on a rank that was busy all the time: it spreads cold conversations,
+#: and is too little to leave a cache for.
+_BUSY_WEIGHT = 2.0
 #: A token loaded from a lower tier, in tokens computed.
 _LOAD_RATIO = 0.2
+#: From fading seconds of prefill to the share of time they took: over the integral of the fading.
+_BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
 #: Ranks are never taken to be busier than this, or nothing would ever move.
 _LARGEST_BUSY_RATIO = 0.98
 
@@ -71,22 +75,23 @@ def prices(
 ) -> list[Price]:
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
-    recent = [recent_seconds(rank.load, now=now) for rank in ranks]
+    busy = [_BUSY_SCALE * recent_seconds(rank.load, now=now) for rank in ranks]
     move_seconds = 0.0
     if home is not None:
-        busy_ratio = _busy_ratio(recent)
-        factor = parameters.move_weight * request.return_ratio + busy_ratio / (1.0 - busy_ratio)
+        mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
+        factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
         move_seconds = factor * _saved_at_home(home, request)
     home_slot = None if home is None else home.slot
     found: list[Price] = []
-    for rank, recent_work_seconds in zip(ranks, recent, strict=True):
+    for rank, busy_ratio in zip(ranks, busy, strict=True):
         load, pace = rank.load, rank.pace
+        own_seconds = work_seconds(rank, request)
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
                 rank.slot,
-                wait_seconds(load, now=now) + _RECENT_WEIGHT * recent_work_seconds,
-                work_seconds(rank, request),
+                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * own_seconds,
+                own_seconds,
                 _DECODE_STEPS
                 * pace.factor
                 * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
@@ -95,12 +100,6 @@ def prices(
             )
         )
     return found
-
-
-def _busy_ratio(recent: Sequence[float]) -> float:
-    """Share of the ranks' time that is sent to them as prefill: fading work over the integral of its fading."""
-    mean = sum(recent) / len(recent)
-    return min(_LARGEST_BUSY_RATIO, mean * math.log(2.0) / RECENT_HALF_LIFE_SECONDS)
 
 
 def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:

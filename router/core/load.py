@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from router.core.types import RankLoad
 
-#: Half-life of the memory of finished prefill work, by which sequential traffic is spread.
-RECENT_HALF_LIFE_SECONDS = 20.0
+#: Half-life of the memory of prefill work sent, by which sequential traffic and cold conversations are spread: some
+#: minutes, since a conversation keeps its rank busy every minute or so.
+RECENT_HALF_LIFE_SECONDS = 180.0
 
 
 @dataclass(slots=True, eq=False)

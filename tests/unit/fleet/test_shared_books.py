@@ -220,7 +220,7 @@ def test_prices_see_own_and_other_work_as_one_queue() -> None:
     loads.set_elsewhere(0, elsewhere, now=10.5)
     assert (total.inflight, total.inflight_tokens, total.waiting, total.waiting_tokens) == (4, 400, 2, 140)
     assert wait_seconds(total, now=11.0) == pytest.approx(4.5)
-    expected = 2.0 * math.exp2(-10.0 / 20.0) + 4.0 * math.exp2(-9.5 / 20.0)
+    expected = 2.0 * math.exp2(-10.0 / 180.0) + 4.0 * math.exp2(-9.5 / 180.0)
     assert recent_seconds(total, now=20.0) == pytest.approx(expected)
     assert own.inflight == 1
     assert loads.first_byte(claim, now=11.5) == pytest.approx(1.0), "the rank turned to it at 10.5"
