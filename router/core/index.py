@@ -13,41 +13,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional, Ticket
+from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, RankState, bound, keys_of_event
 from router.core.tables import ChainTable, CopyTable
 from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of
-from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
-
-#: Parents that stored blocks wait for, per rank. Beyond it the oldest wait is given up.
-MAX_ORPHANS = 4096
-#: Names of sparse blocks that wait for their dense event, per rank.
-MAX_UNNAMED = 65536
-
-
-@dataclass(slots=True)
-class _RankState:
-    """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one.
-
-    ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
-    whether it keeps every block (True) or only what lies before a prompt's end.
-    """
-
-    bit: int
-    names: dict[EngineHash, int]
-    geometry: Geometry
-    blocks: int = 0
-    applied_blocks: int = 0
-    dense_group: int | None = None
-    stride: int = 1
-    align: int = 1
-    rules: dict[int, Rule] = field(default_factory=dict)
-    keeps_all: dict[int, bool] = field(default_factory=dict)
-    orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
-    unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -64,7 +36,7 @@ class PrefixIndex:
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
         self._lower = CopyTable()
         self._names: dict[str, dict[EngineHash, int]] = {}
-        self._ranks: dict[int, _RankState] = {}
+        self._ranks: dict[int, RankState] = {}
         self._strides: dict[int, int] = {}
         self._forgotten = 0
 
@@ -73,7 +45,7 @@ class PrefixIndex:
     def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, {})
-        self._ranks[slot] = _RankState(bit=1 << slot, names=names, geometry=geometry or Geometry())
+        self._ranks[slot] = RankState(bit=1 << slot, names=names, geometry=geometry or Geometry())
         self._set_stride(slot, 1)
 
     def remove_rank(self, slot: int) -> None:
@@ -119,7 +91,7 @@ class PrefixIndex:
         elif rank.rules[event.group].kind is not Kind.UNUSED:
             self._store_sparse(rank, slot, event)
 
-    def _meet_group(self, rank: _RankState, slot: int, event: BlockStored) -> None:
+    def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A group's first event tells what it is. The first dense one carries the chains."""
         rule = rule_of(
             event.kind,
@@ -145,15 +117,15 @@ class PrefixIndex:
             self._ranks[slot].stride = stride
             self._strides[stride] = self._strides.get(stride, 0) | 1 << slot
 
-    def _store_dense(self, rank: _RankState, slot: int, event: BlockStored) -> None:
+    def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
         parent = None if event.parent is None else rank.names.get(event.parent)
         if parent is None and event.parent is not None:
             rank.orphans.setdefault(event.parent, []).append(event)
-            _bound(rank.orphans, MAX_ORPHANS)
+            bound(rank.orphans, MAX_ORPHANS)
             return
         if event.lora_name:
             self.adapters.add(event.lora_name)
-        keys: Sequence[int] = _keys_of(event, parent, unit_tokens=self.block_tokens)
+        keys: Sequence[int] = keys_of_event(event, parent, unit_tokens=self.block_tokens)
         if self.namespaces:
             parent, keys = self.namespaces.claim(parent, keys, waits=lambda key: self._is_promised(rank, key))
         if len(self) + len(keys) > self.max_blocks:
@@ -166,7 +138,7 @@ class PrefixIndex:
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
 
-    def _store_sparse(self, rank: _RankState, slot: int, event: BlockStored) -> None:
+    def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         table = self._sparse[event.group]
         self._note_keeping(rank, event)
         for name in event.hashes:
@@ -176,9 +148,9 @@ class PrefixIndex:
                 self.provisional.confirm(slot, event.group, (key,))
             else:
                 rank.unnamed.setdefault(name, []).append(event.group)
-                _bound(rank.unnamed, MAX_UNNAMED)
+                bound(rank.unnamed, MAX_UNNAMED)
 
-    def _note_keeping(self, rank: _RankState, event: BlockStored) -> None:
+    def _note_keeping(self, rank: RankState, event: BlockStored) -> None:
         """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
         if not event.hashes:
             rank.keeps_all[event.group] = False
@@ -194,7 +166,7 @@ class PrefixIndex:
         if None in keys and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
             parent = None if event.parent is None else rank.names.get(event.parent)
             if parent is not None or event.parent is None:
-                keys = _keys_of(event, parent, unit_tokens=self.block_tokens)
+                keys = keys_of_event(event, parent, unit_tokens=self.block_tokens)
         for name, key in zip(event.hashes, keys, strict=True):
             if key is not None:
                 rank.names[name] = key
@@ -222,7 +194,7 @@ class PrefixIndex:
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
-    def _end_waits(self, rank: _RankState, slot: int, names: Sequence[EngineHash]) -> None:
+    def _end_waits(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> None:
         for name in names:
             for group in rank.unnamed.pop(name, ()):
                 self._sparse[group].gain(slot, rank.names[name])
@@ -231,7 +203,7 @@ class PrefixIndex:
             for event in rank.orphans.pop(name, ()):
                 self._store_dense(rank, slot, event)
 
-    def _remove_waiting(self, rank: _RankState, name: EngineHash, group: int) -> None:
+    def _remove_waiting(self, rank: RankState, name: EngineHash, group: int) -> None:
         waiting = rank.unnamed.get(name, [])
         if group in waiting:
             waiting.remove(group)
@@ -253,7 +225,7 @@ class PrefixIndex:
     def _known(self, key: int) -> bool:
         return any(map(self._held, self.namespaces.alike(key)))
 
-    def _is_promised(self, rank: _RankState, key: int) -> bool:
+    def _is_promised(self, rank: RankState, key: int) -> bool:
         return bool(self.provisional.dense.get(key, 0) & rank.bit)
 
     def _forget(self, names: dict[EngineHash, int], name: EngineHash) -> None:
@@ -305,7 +277,7 @@ class PrefixIndex:
         return self.provisional.add(slot, promised)
 
     def _promised(
-        self, rank: _RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
+        self, rank: RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
     ) -> Sequence[int]:
         stride, first = rule.stride, start // rule.stride
         kept: set[int] = set()
@@ -364,7 +336,7 @@ class PrefixIndex:
             return lambda key: masks.get(key, 0) | promised.get(key, 0)
         return masks.get
 
-    def _boundary(self, rank: _RankState, keys: Sequence[int], depth: int) -> int:
+    def _boundary(self, rank: RankState, keys: Sequence[int], depth: int) -> int:
         def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
             return lambda key: masks.get(key, 0) | promised.get(key, 0)
 
@@ -399,32 +371,5 @@ class PrefixIndex:
         return {-1: self._dense.keys_of(slot), **{group: table.keys_of(slot) for group, table in self._sparse.items()}}
 
 
-def _bound(waiting: dict[EngineHash, list[BlockStored]] | dict[EngineHash, list[int]], limit: int) -> None:
-    if len(waiting) > limit:
-        waiting.pop(next(iter(waiting)))
-
-
 def _only(mask: Mask, members: int) -> Mask:
     return lambda key: (mask(key) or 0) & members
-
-
-def _keys_of(event: BlockStored, parent: int | None, *, unit_tokens: int) -> list[int]:
-    """Chain keys of a dense event's blocks. Adapter and salt root the chain; other extra keys enter at their block."""
-    extra = event.extra_keys or ()
-    if event.lora_name:  # vLLM names the adapter in each block's extra keys, too
-        extra = tuple([key for key in keys or () if key != event.lora_name] for keys in extra)
-    if parent is None:
-        salt = event.cache_salt or "\x00".join(map(str, extra[0] or () if extra else ()))
-        parent = namespace_seed(event.lora_name or "", salt)
-        extra = extra[1:] and (None, *extra[1:])
-    stride = event.block_tokens // unit_tokens
-    if not any(extra):
-        return block_keys(event.token_ids, block_tokens=unit_tokens, parent=parent)[stride - 1 :: stride]
-    keys: list[int] = []
-    for place, start in enumerate(range(0, len(event.token_ids), event.block_tokens)):
-        if place < len(extra) and extra[place]:
-            parent = namespace_seed(str(parent), *map(str, extra[place]))
-        block = event.token_ids[start : start + event.block_tokens]
-        parent = block_keys(block, block_tokens=unit_tokens, parent=parent)[-1]
-        keys.append(parent)
-    return keys

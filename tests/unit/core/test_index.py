@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.core.index import MAX_ORPHANS, PrefixIndex
+from router.core.index import PrefixIndex
+from router.core.rank_state import MAX_ORPHANS
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
