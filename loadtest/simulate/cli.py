@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     cells = [
         _run(recording, options, lanes=lanes, pool_tokens=pool_tokens, utilisation=utilisation, seed=seed)
         for lanes, pool_tokens, utilisation, seed in itertools.product(
-            options.lanes, options.pool_tokens, options.utilisation, options.seed
+            [0] if recording.arrivals else options.lanes, options.pool_tokens, options.utilisation, options.seed
         )
     ]
     if options.json:

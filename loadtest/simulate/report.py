@@ -26,7 +26,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("turns/s", lambda result: result.turns_per_second, ".2f"),
     ("hit", lambda result: result.hit_rate, ".3f"),
     ("ideal", lambda result: result.ideal_hit_rate, ".3f"),
-    ("TTFT mean s", lambda result: result.ttft_seconds.mean, ".1f"),
+    ("TTFT mean s", lambda result: result.ttft_seconds.mean, ".2f"),
     ("p50", lambda result: result.ttft_seconds.p50, ".2f"),
     ("p90", lambda result: result.ttft_seconds.p90, ".1f"),
     ("p99", lambda result: result.ttft_seconds.p99, ".0f"),
@@ -56,4 +56,5 @@ def markdown(cells: Sequence[Cell]) -> str:
 
 def _name(cell: Cell) -> str:
     use = "full speed" if cell.utilisation is None else f"{100 * cell.utilisation:.0f}"
-    return f"{cell.scenario.lanes}/{cell.scenario.pool_tokens / 1e6:g}M/{use}"
+    lanes = cell.scenario.lanes or "open loop"
+    return f"{lanes}/{cell.scenario.pool_tokens / 1e6:g}M/{use}"
