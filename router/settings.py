@@ -186,6 +186,12 @@ class UpstreamSettings(_Slice):
         description="Shorter than the engines' own (uvicorn: 5), so that no request meets a closing socket.",
     )
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    retry_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.2, description="Retries as a share of requests; with the reserve used up, no more are made."
+    )
+    retry_reserve: Annotated[int, Field(ge=0)] = Field(
+        1000, description="Retries at hand after a quiet time: what one worker may have in hand when it dies."
+    )
     forward_credentials: bool = Field(
         default=False, description="Send the client's authorization, cookie and API key headers on to workers."
     )
@@ -209,6 +215,15 @@ class RoutingSettings(_Slice):
     session_idle_seconds: Annotated[float, Field(gt=0)] = 14_400.0
     max_sessions: Annotated[int, Field(ge=1)] = 200_000
     max_index_blocks: Annotated[int, Field(ge=1024)] = 8_000_000
+    breaker_failures: Annotated[int, Field(ge=0)] = Field(
+        5, description="Failures in a row after which a rank is left alone for a while. 0: never."
+    )
+    breaker_seconds: Annotated[float, Field(gt=0)] = Field(
+        5.0, description="For so long at first; twice as long after each failed trial, to a minute."
+    )
+    breaker_max_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="The share of the fleet that may be left alone at once."
+    )
     session_headers: tuple[str, ...] = Field((), description="Headers that name a session, before all others.")
     worker_tokenize_seconds: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,

@@ -53,6 +53,7 @@ def rank_view(rank: RankInfo) -> Json:
         "waiting_tokens": rank.waiting_tokens,
         "prefill_tokens_per_second": round(rank.prefill_tokens_per_second),
         "trust_ratio": round(rank.trust_ratio, 3),
+        "breaker": rank.breaker,
         "resident_blocks": rank.resident_blocks,
         "resident_tokens": used_tokens,
         "pool_tokens": rank.pool_tokens,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client import Gauge
 
+from router.core.breaker import BreakerParameters, Breakers, BreakerState
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
 from router.core.pace import PaceLearner, prior
@@ -96,6 +97,7 @@ class RankInfo:
     waiting_tokens: int
     prefill_tokens_per_second: float
     trust_ratio: float
+    breaker: BreakerState
     resident_blocks: int
     block_tokens: int | None
     pool_tokens: int | None
@@ -116,6 +118,13 @@ class Fleet:
         #: Names of all models that a known rank serves.
         self.models: frozenset[str] = frozenset()
         self.shared: SharedState = shared or Embedded()
+        self.breakers = Breakers(
+            BreakerParameters(
+                failures=settings.breaker_failures,
+                open_seconds=settings.breaker_seconds,
+                max_open_ratio=settings.breaker_max_ratio,
+            )
+        )
         self.loads = LoadBook(is_shared=self.shared.is_shared)
         self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
         self.texts = TextIndex()
@@ -175,6 +184,7 @@ class Fleet:
             member.index.remove_rank(slot)
             member.index.provisional.forget(slot)
         self.loads.forget(slot)
+        self.breakers.forget(slot)
         self.sessions.forget_slot(slot)
         self.texts.forget(slot)
         for gauge in self._gauges():
@@ -337,6 +347,7 @@ class Fleet:
                 waiting_tokens=member.load.waiting_tokens,
                 prefill_tokens_per_second=1.0 / (member.pace.factor * member.pace.token_seconds),
                 trust_ratio=member.trust.ratio,
+                breaker=self.breakers.state(member.slot, now=self.clock()),
                 resident_blocks=_blocks(member),
                 block_tokens=member.block_tokens,
                 pool_tokens=member.pool_tokens,
@@ -383,6 +394,9 @@ class Fleet:
         metrics.rank_waiting_tokens.labels(*labels).set_function(lambda: member.load.waiting_tokens)
         metrics.rank_pace.labels(*labels).set_function(lambda: 1.0 / (member.pace.factor * member.pace.token_seconds))
         metrics.trust.labels(*labels).set_function(lambda: member.trust.ratio)
+        metrics.breaker_open.labels(*labels).set_function(
+            lambda: float(self.breakers.state(member.slot, now=self.clock()) is not BreakerState.CLOSED)
+        )
         metrics.index_blocks.labels(*labels).set_function(lambda: _blocks(member))
         metrics.events_unapplied.labels(*labels).set_function(lambda: float(member.is_deaf))
         metrics.index_orphans.labels(*labels).set_function(
@@ -397,6 +411,7 @@ class Fleet:
             metrics.rank_waiting_tokens,
             metrics.rank_pace,
             metrics.trust,
+            metrics.breaker_open,
             metrics.index_blocks,
             metrics.index_orphans,
             metrics.events_unapplied,

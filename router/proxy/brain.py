@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
 
+import msgspec
+
 from router.core.cost import CostParameters
 from router.core.load import Claim
 from router.core.pace import judge
@@ -142,7 +144,7 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
-        decision = self._policy(fleet.view, request, self._rng, now)
+        decision = self._decide(request, now=now)
         self._metrics.decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker(
@@ -150,9 +152,21 @@ class RouterBrain(Models):
             )
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
         member = fleet.member(decision.slot)
+        fleet.breakers.sent(decision.slot, now=now)
         lease = self._open(prepared, decision, member, now=now)
         self._note(lease, request, now=now)
         return Attempt(target=member.target, decision=decision, lease=lease)
+
+    def _decide(self, request: RouteRequest, *, now: float) -> Decision | None:
+        """Among the ranks that do not keep failing; among all when nothing else is left."""
+        view = self._fleet.view
+        failing = self._fleet.breakers.closed_to(now=now)
+        if failing:
+            sound = frozenset(rank.slot for rank in view.ranks if rank.slot not in failing)
+            decision = self._policy(view, msgspec.structs.replace(request, allowed=sound), self._rng, now)
+            if decision is not None:
+                return decision
+        return self._policy(view, request, self._rng, now)
 
     def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
         """What the policy is asked, as of now."""
@@ -216,6 +230,7 @@ class RouterBrain(Models):
             binding = fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
             self._tell_home(prepared, member)
         lease = _Lease(self, prepared, decision, member, claim, binding)
+        self._promises.sent(member, prepared)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
         elif counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
@@ -253,6 +268,9 @@ class RouterBrain(Models):
         now = self._fleet.clock()
         prepared = lease.prepared
         self._fleet.loads.close(lease.claim, now=now)
+        if self._fleet.knows(lease.member):
+            ranks = len(self._fleet.view.ranks)
+            self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
         if prepared.session is not None and lease.binding is not None:
             self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
             shared = self._fleet.shared.home(prepared.model, prepared.session)

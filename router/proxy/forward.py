@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
+from router.core.retry import RetryBudget
 from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
 from router.proxy import eager
 from router.proxy.exchange import Exchange
@@ -52,9 +53,11 @@ class Forwarder:
         self.instruments = instruments
         self.log = log
         self.writer = Writer()
+        self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
 
     def forward(self, exchange: Exchange) -> None:
         """Answer the request, now or later."""
+        self.retries.earn()
         Forwarding(self, exchange).begin()
 
 
@@ -179,7 +182,7 @@ class Forwarding:
         """Try the best rank that has not failed, or give up."""
         assert self._prepared is not None
         forwarder, exchange = self._forwarder, self._exchange
-        if self._number == forwarder.settings.max_attempts:
+        if self._number == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
             return self._give_up()
         try:
             attempt = forwarder.brain.choose(self._prepared, exclude=self._excluded)
@@ -196,6 +199,12 @@ class Forwarding:
             return self._connect()
         self._is_kept = True
         return self._send(connection)
+
+    def _may_retry(self) -> bool:
+        if self._forwarder.retries.spend():
+            return True
+        self._forwarder.instruments.retries_denied.inc()
+        return False
 
     def _connect(self) -> None:
         assert self._attempt is not None

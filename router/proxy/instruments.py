@@ -27,6 +27,7 @@ class Instruments:
         #: Requests being served. Written by ``Exchange`` alone.
         self.inflight = 0
         metrics.inflight.set_function(lambda: self.inflight)
+        self.retries_denied = metrics.retries_denied.labels()
         self.disconnects = metrics.client_disconnects.labels()
         self._requests: dict[tuple[bytes, int], tuple[CounterCell, HistogramCell]] = {}
         self._first_token: dict[str, HistogramCell] = {}

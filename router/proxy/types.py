@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
+from router.core.breaker import Verdict
 from router.core.types import Decision
 from router.fleet.target import Target
 from router.wire.openai import InferenceRequest, Usage
@@ -27,6 +28,19 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
+
+    @property
+    def verdict(self) -> Verdict:
+        """What it says of the rank: a full one is not broken, and a client that errs or leaves says nothing of it."""
+        return _VERDICTS.get(self, Verdict.BAD)
+
+
+_VERDICTS: Final = {
+    Outcome.OK: Verdict.GOOD,
+    Outcome.CLIENT_ERROR: Verdict.GOOD,
+    Outcome.PUSHBACK: Verdict.NEITHER,
+    Outcome.CLIENT_GONE: Verdict.NEITHER,
+}
 
 
 class Lease(Protocol):

@@ -105,6 +105,8 @@ class Metrics:
         self.rank_pace = gauge(
             "rank_prefill_tokens_per_second", "Prefill speed of a rank as learned from first tokens.", RANK
         )
+        self.breaker_open = gauge("rank_breaker_open", "1 while a rank that kept failing is left alone.", RANK)
+        self.retries_denied = counter("retries_denied", "Retries not made because the budget was spent.")
         self.attempts = counter("attempts", "Attempts on ranks by outcome.", (*RANK, "outcome"))
         self.parity = gauge("rank_parity", "Self-check at registration: 1 passed, 0 failed.", RANK)
 
