@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+#: Stands for the seed of a text without an extra key.
+PLAIN = 0
+
 
 class Namespaces:
     """Chain keys of equal text, by the seed that tells them apart; in the order in which they were last sent."""
@@ -21,7 +24,7 @@ class Namespaces:
     def learn(self, plain: Sequence[int], own: Sequence[int], *, seed: int) -> None:
         """A prompt was sent under ``seed``. ``plain`` are its keys as its events alone would have them."""
         for first, key in zip(plain, own, strict=True):
-            alike = self._alike.setdefault(first, {0: first})
+            alike = self._alike.setdefault(first, {PLAIN: first})
             alike.pop(seed, None)
             alike[seed] = key
             self._alike[key] = alike
@@ -34,11 +37,14 @@ class Namespaces:
     def claim(
         self, parent: int | None, keys: Sequence[int], *, waits: Callable[[int], bool]
     ) -> tuple[int | None, Sequence[int]]:
-        """The same chain in the namespace whose last block is waited for; as it is where none is, or not whole."""
+        """The same chain in the namespace whose last block is waited for, else in the one it was last sent under.
+
+        As it is where the text was never sent under an extra key, or its namespace does not have it whole.
+        """
         alike = self._alike.get(keys[-1]) if keys else None
         if alike is None or waits(keys[-1]):
             return parent, keys
-        for seed in [seed for seed, key in alike.items() if waits(key)]:
+        for seed in (*(seed for seed, key in alike.items() if waits(key)), next(reversed(alike))):
             chain = [self._alike.get(key, {}).get(seed) for key in (*keys, *(() if parent is None else (parent,)))]
             whole = [key for key in chain if key is not None]
             if len(whole) == len(chain):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from router.core.index import PrefixIndex
+from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
 from router.core.types import Engine, SessionKey
 from router.fleet.fleet import Fleet, Member
@@ -43,16 +44,26 @@ class Promises:
         self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
         self._answered: dict[tuple[str, SessionKey], _Answered] = {}
 
+    def sent(self, member: Member, prepared: PreparedRequest) -> None:
+        """A prompt leaves for this rank. SGLang's events will not say under which extra key it was."""
+        index = member.index
+        if index is None or prepared.tokens is None or member.target.engine is not Engine.SGLANG:
+            return
+        keys = prepared.keys(index.block_tokens)
+        if prepared.plain_seed is not None:
+            plain = block_keys(prepared.tokens, block_tokens=index.block_tokens, parent=prepared.plain_seed)
+            index.namespaces.learn(plain, keys, seed=prepared.seed)
+        elif index.namespaces:
+            index.namespaces.learn(keys, keys, seed=PLAIN)
+
     def prompt(self, member: Member, prepared: PreparedRequest) -> Promise | None:
         """The prompt's blocks will be on this rank."""
         index = member.index
         if index is None or prepared.tokens is None or not self._fleet.knows(member):
             return None
-        keys = prepared.keys(index.block_tokens)
-        if prepared.plain_seed is not None and member.target.engine is Engine.SGLANG:
-            plain = block_keys(prepared.tokens, block_tokens=index.block_tokens, parent=prepared.plain_seed)
-            index.namespaces.learn(plain, keys, seed=prepared.seed)
-        return index, index.promise(member.slot, keys, prompt_tokens=prepared.prompt_tokens)
+        return index, index.promise(
+            member.slot, prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens
+        )
 
     def output(self, member: Member, prepared: PreparedRequest, output: Sequence[int]) -> Promise | None:
         """The answer's blocks too. The last token's own keys and values are never computed: blocks end before it."""

@@ -33,6 +33,7 @@ def captured(name: str) -> Path:
         ("own-vllm-gemma3-w20", 91, 88),
         ("own-vllm-gemma3-w200-retention", 82, 81),
         ("own-sglang-qwen3-tenants", 78, 77),
+        ("own-sglang-qwen3-page64-dp2", 109, 107),
     ],
 )
 def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:

@@ -152,3 +152,12 @@ def test_an_adapters_blocks_are_its_own(index: PrefixIndex) -> None:
     assert index.adapters == {"a"}
     assert reusable(index, seed=namespace_seed("a", "")) == 12
     assert reusable(index) == 0
+
+
+def test_an_event_that_overtakes_its_first_token_goes_to_who_sent_the_text(index: PrefixIndex) -> None:
+    """Nothing is promised yet, but the text has been sent under one extra key only."""
+    tenant = namespace_seed("", "", "tenant")
+    index.namespaces.learn(keys(), keys(seed=tenant), seed=tenant)
+    index.apply(0, stored(0, 5))
+
+    assert (reusable(index, seed=tenant), reusable(index)) == (12, 0)
