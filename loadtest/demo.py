@@ -7,6 +7,7 @@ text are asked for through warm caches. Every process that was started is ended.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -28,6 +29,8 @@ POLICIES = ("round_robin", "affinity")
 SESSIONS = ("--sessions", "10", "--turns", "30", "--lanes", "6", "--seed", "1", "--scale-time", "0")
 HAYSTACK_TOKENS = 8_000
 QUESTIONS = 32
+NEAR_IDEAL_RATIO = 0.02
+WELL_BELOW_RATIO = 0.10
 START_SECONDS = 120.0
 STOP_SECONDS = 15.0
 
@@ -61,6 +64,11 @@ class Process:
         self._process.wait()
         raise DemoError(f"{self.name} did not start:\n{self._log.read_text()[-2000:]}")
 
+    @property
+    def has_ended(self) -> bool:
+        """No process is left of it."""
+        return self._process.poll() is not None
+
     def stop(self) -> None:
         """Ask it to stop; kill it if it has not after a while."""
         if self._process.poll() is None:
@@ -86,8 +94,11 @@ def running(processes: Sequence[Process]) -> Iterator[list[dict[str, str]]]:
 
 
 def main() -> int:
-    """Run the demo. 0: affinity came near the ideal, without errors, and all needles were right."""
+    """Run the demo. 0: affinity came near the ideal, without errors, and all needles were right; else 1."""
+    argparse.ArgumentParser(prog="make demo", description=__doc__).parse_args()
     console = Console()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # however it is ended, it ends what it started
+        signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="homing-demo-") as folder:
             return _demo(Path(folder), console)
@@ -129,8 +140,12 @@ def _demo(folder: Path, console: Console) -> int:
         f"Needles: [bold]{right} of {2 * QUESTIONS}[/bold] right, over one shared text of {HAYSTACK_TOKENS:,} tokens, "
         f"{cached_ratio:.1%} of it from cache."
     )
-    console.print("All processes have ended.")
-    return 0 if right == 2 * QUESTIONS else 1
+    failed = [] if right == 2 * QUESTIONS else ["not all needles were right"]
+    failed += _judge(*(msgspec.json.decode(report.read_bytes(), type=_Report) for report in reports))
+    if not all(shim.has_ended for shim in shims):
+        failed.append("a process is still running")
+    console.print(f"[red]{'; '.join(failed)}[/red]" if failed else "All processes have ended.")
+    return 1 if failed else 0
 
 
 @contextlib.contextmanager
@@ -166,6 +181,28 @@ def _replay(policy: str, url: str, folder: Path) -> Path:
 def _compare(reports: Sequence[Path]) -> None:
     command = [sys.executable, "-m", "router.cli", "replay", "--compare", *map(str, reports)]
     subprocess.run(command, check=True)
+
+
+class _HitRatio(msgspec.Struct):
+    measured: float
+    ideal: float
+
+
+class _Report(msgspec.Struct):
+    errors: int
+    hit_ratio: _HitRatio
+
+
+def _judge(scattered: _Report, at_home: _Report) -> list[str]:
+    """What of the demo's claim did not come true."""
+    failed = []
+    if scattered.errors or at_home.errors:
+        failed.append("there were errors")
+    if at_home.hit_ratio.measured < at_home.hit_ratio.ideal - NEAR_IDEAL_RATIO:
+        failed.append(f"affinity is more than {NEAR_IDEAL_RATIO:.0%} below the ideal hit rate")
+    if scattered.hit_ratio.measured > at_home.hit_ratio.measured - WELL_BELOW_RATIO:
+        failed.append("round_robin is not well below affinity")
+    return failed
 
 
 def _ask_needles(url: str, console: Console) -> tuple[int, float]:
