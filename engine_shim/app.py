@@ -28,7 +28,7 @@ from engine_shim.events import Endpoints, EventPublisher
 from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import ModelCard, read_card
 from engine_shim.runner.shadow import ShadowRunner
-from engine_shim.runner.sim_runner import SimRunner, StepTimes
+from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import ServedModel, create_app
 from engine_shim.settings import Device, Dtype, RunnerKind, ShimSettings
@@ -222,7 +222,9 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
             prefill_tokens_per_second=settings.sim_prefill_rate,
             decode_step_seconds=settings.sim_decode_step / 1000,
         )
-        return functools.partial(SimRunner, times, token_ids=_word_ids(card.tokenizer))
+        return functools.partial(
+            SimRunner, times, token_ids=_word_ids(card.tokenizer), answer_length=_answer_length(settings, card)
+        )
     decoder = _torch_decoder(settings, card)
     from engine_shim.runner.torch_runner import TorchRunner
 
@@ -253,6 +255,12 @@ def _torch_decoder(settings: ShimSettings, card: ModelCard) -> Decoder:
     }
     dtype = None if settings.dtype is None else dtypes[settings.dtype]
     return load_decoder(card, device=settings.device, dtype=dtype)
+
+
+def _answer_length(settings: ShimSettings, card: ModelCard) -> AnswerLength | None:
+    if not settings.sim_output_tokens or not card.eos_token_ids:
+        return None
+    return AnswerLength(settings.sim_output_tokens, min(card.eos_token_ids))
 
 
 def _word_ids(tokenizer: Tokenizer) -> Sequence[int]:

@@ -74,6 +74,11 @@ class ShimSettings(BaseModel):
         20_000.0, description="sim: prompt tokens per second; inf for no time at all."
     )
     sim_decode_step: Annotated[float, Field(ge=0)] = Field(10.0, description="sim: milliseconds of a decode step.")
+    sim_output_tokens: Annotated[int, Field(ge=0)] = Field(
+        128,
+        description="sim: tokens of an answer that neither max_tokens nor a stop ends, give or take half as many; "
+        "0: it never ends by itself.",
+    )
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="Tokens in a cache page.")
     pool_tokens: _Positive = Field(65_536, description="Cache of each rank, in tokens of full attention.")
     window_pool_tokens: _Positive | None = Field(

@@ -39,20 +39,49 @@ class StepTimes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerLength:
+    """How long answers are that nothing else ends: ``mean_tokens``, give or take half, then ``eos_token_id``.
+
+    The length is a hash of the prompt's length and of the answer's first token, which is one of the whole prompt: equal
+    requests end alike, and nothing has to be remembered.
+    """
+
+    mean_tokens: int
+    eos_token_id: int
+
+    def __post_init__(self) -> None:
+        if self.mean_tokens < 1:
+            raise ValueError("mean_tokens must be positive")
+
+    def tokens(self, request: Request) -> int:
+        """Tokens before the end, for a request that has its first."""
+        prompt_tokens = len(request.prompt)
+        half = self.mean_tokens // 2
+        return self.mean_tokens - half + _hash(f"{prompt_tokens} {request.tokens[prompt_tokens]}") % (2 * half + 1)
+
+
 class SimRunner:
     """Sleeps a step's modelled time and answers with tokens that follow from the request alone.
 
     The first token is a hash of the prompt, each other one of the token before it and its position, so a preempted
-    request continues as if nothing had happened. Tokens are taken from ``token_ids``.
+    request continues as if nothing had happened. Tokens are taken from ``token_ids``. Without ``answer_length`` an
+    answer goes on until a limit of the request or of the engine ends it.
     """
 
     def __init__(
-        self, times: StepTimes, *, token_ids: Sequence[int], sleep: Callable[[float], None] = time.sleep
+        self,
+        times: StepTimes,
+        *,
+        token_ids: Sequence[int],
+        answer_length: AnswerLength | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not token_ids:
             raise ValueError("token_ids is empty: there is nothing to answer with")
         self.times = times
         self._token_ids = tuple(token_ids)
+        self._answer_length = answer_length
         self._sleep = sleep
 
     def run(self, batch: Batch) -> list[int]:
@@ -62,10 +91,16 @@ class SimRunner:
 
     def _token(self, request: Request, position: int) -> int:
         """The token at ``position``, of which all before are known."""
-        first = position == len(request.prompt)
-        seed = repr(request.prompt) if first else f"{request.tokens[position - 1]} {position}"
-        digest = blake2b(seed.encode(), digest_size=8).digest()
-        return self._token_ids[int.from_bytes(digest, "big") % len(self._token_ids)]
+        output_tokens = position - len(request.prompt)
+        length = None if request.sampling.ignore_eos else self._answer_length
+        if length is not None and output_tokens and output_tokens == length.tokens(request):
+            return length.eos_token_id
+        seed = f"{request.tokens[position - 1]} {position}" if output_tokens else repr(request.prompt)
+        return self._token_ids[_hash(seed) % len(self._token_ids)]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine_shim.runner.sim_runner import SimRunner, StepTimes
+from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.types import Batch, Chunk, Request, Sampling
 
 
@@ -56,9 +56,16 @@ def test_the_runner_sleeps_the_modelled_time_once_a_step() -> None:
     assert slept == pytest.approx([0.5])
 
 
-def generate(prompt: tuple[int, ...], tokens: int, *, chunk_tokens: int) -> list[int]:
-    runner = SimRunner(StepTimes(1.0, 1.0), token_ids=range(100, 900), sleep=lambda _: None)
-    made = request(prompt)
+def generate(
+    prompt: tuple[int, ...],
+    tokens: int,
+    *,
+    chunk_tokens: int,
+    length: AnswerLength | None = None,
+    ignore_eos: bool = False,
+) -> list[int]:
+    runner = SimRunner(StepTimes(1.0, 1.0), token_ids=range(100, 900), answer_length=length, sleep=lambda _: None)
+    made = Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=tokens, ignore_eos=ignore_eos))
     computed = 0
     while len(made.output) < tokens:
         count = min(chunk_tokens, len(made.tokens) - computed)
@@ -86,10 +93,33 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert runner.run(Batch((chunk(resumed, 0, 9),))) == [answer[6]]
 
 
+def test_an_answer_ends_by_itself() -> None:
+    """Half to one and a half times the mean, spread over prompts, the same for equal ones, the mean on average."""
+    length = AnswerLength(mean_tokens=20, eos_token_id=2)
+    ends = []
+    for prompt in range(300):
+        answer = generate((prompt, 1), 31, chunk_tokens=8, length=length)
+        assert answer[: answer.index(2)] == generate((prompt, 1), answer.index(2), chunk_tokens=1)
+        ends.append(answer.index(2))
+    assert set(ends) <= set(range(10, 31))
+    assert len(set(ends)) > 15
+    # The standard deviation of one uniform draw from 10 to 30 is 6.06; of the mean of 300, 0.35.
+    assert sum(ends) / 300 == pytest.approx(20, abs=1.5)
+
+
+def test_ignore_eos_lets_an_answer_go_on() -> None:
+    """It is then the answer of a runner that ends none."""
+    length = AnswerLength(mean_tokens=4, eos_token_id=2)
+    answer = generate((1, 2), 50, chunk_tokens=8, length=length, ignore_eos=True)
+    assert answer == generate((1, 2), 50, chunk_tokens=8)
+
+
 def test_nonsense_is_refused() -> None:
     """A rate of nothing, or nothing to answer with, is an error at once."""
     with pytest.raises(ValueError, match="prefill_tokens_per_second"):
         StepTimes(prefill_tokens_per_second=0.0, decode_step_seconds=1.0)
+    with pytest.raises(ValueError, match="mean_tokens"):
+        AnswerLength(mean_tokens=0, eos_token_id=2)
     with pytest.raises(ValueError, match="token_ids"):
         SimRunner(StepTimes(1.0, 1.0), token_ids=[])
 

@@ -213,6 +213,19 @@ def test_max_tokens_defaults_and_limits(client: httpx.Client) -> None:
     assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 3
 
 
+def test_a_chat_without_limits_ends_by_itself(client: httpx.Client) -> None:
+    """The sim runner stops after 64 to 192 tokens and an end token, which is not text; ignore_eos has it go on."""
+    chat = {"messages": [{"role": "user", "content": WORDS}], "return_token_ids": True}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert 65 <= answer["usage"]["completion_tokens"] <= 193
+    assert choice["token_ids"][-1] in read_card("needle").eos_token_ids
+    assert "<|" not in choice["message"]["content"]
+    longer = client.post("/v1/chat/completions", json=chat | {"ignore_eos": True, "max_tokens": 200}).json()
+    assert (longer["choices"][0]["finish_reason"], longer["usage"]["completion_tokens"]) == ("length", 200)
+
+
 @pytest.mark.parametrize(("asked", "used"), [(None, 1.0), (0, 0.0), (1e-320, 0.0), (0.5, 0.5)])
 def test_temperature(asked: float | None, used: float) -> None:
     """OpenAI's default is 1; what is too small to divide by is greedy."""
