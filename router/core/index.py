@@ -18,7 +18,7 @@ from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional, Ticket
 from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, RankState, bound, keys_of_event
 from router.core.tables import ChainTable, CopyTable
-from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 
@@ -28,7 +28,7 @@ class PrefixIndex:
     def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
         self.block_tokens = block_tokens
         self.max_blocks = max_blocks
-        self.refused_blocks = 0
+        self.evicted_blocks = 0
         self.provisional = Provisional()
         self.namespaces = Namespaces()
         self.adapters: set[str] = set()
@@ -128,15 +128,28 @@ class PrefixIndex:
         keys: Sequence[int] = keys_of_event(event, parent, unit_tokens=self.block_tokens)
         if self.namespaces:
             parent, keys = self.namespaces.claim(parent, keys, waits=lambda key: self._is_promised(rank, key))
-        if len(self) + len(keys) > self.max_blocks:
-            self.refused_blocks += len(keys)
-            return
+        if (excess := len(self) + len(keys) - self.max_blocks) > 0:
+            self._evict(excess)
+            if parent is not None and parent not in self._dense:  # it had to go itself
+                return
         rank.blocks += self._dense.extend(slot, parent, keys)
         rank.applied_blocks += len(keys)
         rank.names.update(zip(event.hashes, keys, strict=True))
         self.provisional.confirm(slot, DENSE, keys)
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
+
+    def _evict(self, count: int) -> None:
+        """Forget the longest known tails, on all ranks: what is left is true, only less."""
+        for key, mask in self._dense.evict(count):
+            self.evicted_blocks += 1
+            for slot in slots_of(mask):
+                self._ranks[slot].blocks -= 1
+            for table in (self._lower, *self._sparse.values()):
+                table.discard(key)
+        self._forgotten += count
+        if self._forgotten > len(self) // 4 + 4096:
+            self._sweep()
 
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         table = self._sparse[event.group]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
+from router.core.usable import slots_of
+
 
 class CopyTable:
     """``masks[key]`` has the bit of every slot that holds at least one copy. Keys nobody holds are absent."""
@@ -47,6 +49,14 @@ class CopyTable:
             drop_bit(self.masks, key, bit)
         for copy in [copy for copy in self._more if copy[0] == slot]:
             del self._more[copy]
+
+    def discard(self, key: int) -> int:
+        """Forget a block on every rank. Returns the slots that held it, as bits."""
+        mask = self.masks.pop(key, 0)
+        if self._more:
+            for slot in slots_of(mask):
+                self._more.pop((slot, key), None)
+        return mask
 
     def __contains__(self, key: int) -> bool:
         return key in self.masks
@@ -119,6 +129,26 @@ class ChainTable(CopyTable):
         bit = 1 << slot
         for key in [key for key, mask in self.stranded.items() if mask & bit]:
             drop_bit(self.stranded, key, bit)
+
+    def evict(self, count: int) -> list[tuple[int, int]]:
+        """Forget up to ``count`` blocks, tails of the longest known chains first, never a block before one behind it.
+
+        Returns each with the slots that held it. Takes time in what it forgets and one walk down each chain.
+        """
+        evicted: list[tuple[int, int]] = []
+        path: list[int] = []
+        while len(evicted) < count and self.masks:
+            if not path:
+                path.append(next(iter(self.masks)))
+            child = next((child for child in self._children_of(path[-1]) if child in self.masks), None)
+            if child is not None:
+                path.append(child)
+                continue
+            key = path.pop()
+            evicted.append((key, self.discard(key)))
+            self.stranded.pop(key, None)
+            self._children.pop(key, None)
+        return evicted
 
     def forget_links(self, key: int) -> None:
         """A block nobody holds keeps its links only while somebody holds a block behind it."""

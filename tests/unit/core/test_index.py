@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.core.index import PrefixIndex
 from router.core.rank_state import MAX_ORPHANS
@@ -162,14 +164,35 @@ def test_clearing_one_rank_leaves_the_others(index: PrefixIndex) -> None:
 
 
 def test_the_index_never_outgrows_its_bound() -> None:
-    """Blocks beyond the bound are refused and counted."""
-    index = PrefixIndex(block_tokens=2, max_blocks=4)
+    """The longest known tails go first: what remains of each chain is a prefix, and new blocks find room."""
+    index = PrefixIndex(block_tokens=2, max_blocks=6)
     index.add_rank(0, domain="engine")
-    index.apply(0, stored(0, 3))
-    index.apply(0, stored(4, 5))
+    index.apply(0, stored(0, 5))
+    other = (7, 7, 8, 8)
+    index.apply(0, BlockStored((50, 51), None, other, 2))
 
-    assert (len(index), index.refused_blocks) == (4, 2)
+    assert (len(index), index.blocks(0), index.evicted_blocks) == (6, 6, 2)
     assert reusable(index) == {0: 8}
+    assert reusable(index, (*other, 1)) == {0: 4}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=40), st.integers(4, 20))
+def test_eviction_never_leaves_a_block_without_those_before_it(steps: list[tuple[int, int]], max_blocks: int) -> None:
+    """Random chains on two ranks under a small bound: every block left has its parent, and the bound holds."""
+    index = PrefixIndex(block_tokens=1, max_blocks=max_blocks)
+    for slot in (0, 1):
+        index.add_rank(slot, domain="engine")
+    parents: dict[int, int | None] = {}
+    for number, (chain, length) in enumerate(steps):
+        tokens = [chain] * min(length, 3) + [chain + 10] * max(0, length - 3)
+        keys = block_keys(tokens, block_tokens=1, parent=namespace_seed("", ""))
+        parents.update(zip(keys, (None, *keys), strict=False))
+        index.apply(number % 2, BlockStored(tuple(keys), None, tokens, 1))
+        held = {slot: index.residency(slot)[-1] for slot in (0, 1)}
+        assert len(index) <= max(max_blocks, length)
+        for slot, own in held.items():
+            assert index.blocks(slot) == len(own)
+            assert all(parents[key] is None or parents[key] in own for key in own)
 
 
 def test_a_request_in_flight_is_found_at_once_and_forgotten_after(index: PrefixIndex) -> None:
