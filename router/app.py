@@ -25,6 +25,7 @@ from structlog.typing import FilteringBoundLogger
 from router.access import Access
 from router.admin.api import create_admin
 from router.admin.explain import sampled_log
+from router.core.usable import Geometry
 from router.errors import ConfigError
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
@@ -106,6 +107,8 @@ class Router:
         decisions = DecisionLog(on_close=sampled_log(log, ratio=settings.routing.log_decisions_ratio))
         brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics, decisions=decisions)
         use_local(brain, settings.models)
+        for model in settings.models:
+            fleet.set_geometry(model.name, Geometry(chunk_tokens=model.chunk_tokens, eagle=model.eagle))
         if settings.routing.worker_tokenize_seconds:
             brain.ask_workers(
                 WorkerTokenizer(
@@ -150,6 +153,7 @@ class Router:
             keyring=self._access.keyring,
             tls=self._access.data_tls.context if self._access.data_tls else None,
             tracing=self._tracing,
+            queue_settings=settings.queue,
         )
         admin = create_admin(
             self._registry,
@@ -249,8 +253,10 @@ def _shared_state(settings: Settings, metrics: Metrics, log: FilteringBoundLogge
             log=log,
             clock=time.monotonic,
         )
-    except ValueError as error:
-        raise ConfigError(f"shared.redis_url cannot be used: {error}") from error
+    except ValueError:  # its words may be a piece of the password
+        raise ConfigError(
+            "shared.redis_url cannot be used; it looks like redis://[user:password@]host:6379/0"
+        ) from None
 
 
 class _Signals:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from router.errors import ConfigError
-from router.settings import ENV_PREFIX, Knob, Layer, Settings, knobs, load_settings
+from router.plain_words import masked
+from router.settings import Knob, Settings, knobs
+from router.settings_sources import ENV_PREFIX, Layer, load_settings
 
 #: Short names of what is set most often; every setting also has its long flag, ``--section.name``.
 SHORT: dict[tuple[str, ...], str] = {
@@ -178,7 +180,7 @@ def _worker(text: str) -> object:
     try:
         return json.loads(text) if text.startswith("{") else text
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{masked(repr(text))} is not JSON: {error}") from error
 
 
 def _model(text: str) -> Layer:

@@ -1,34 +1,18 @@
 """Every knob of the router, with its unit and default. Read in ``app`` only and passed down in slices.
 
-Order of precedence: command line, environment (``HOMING__``, nested by ``__``), YAML file, default.
-An unknown key or a bad value refuses to start: ``load_settings`` raises ``ConfigError`` with one line that names the
-key, where it came from, the value and what is allowed.
+``settings_sources`` reads them from the command line, the environment and a file.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
-
-from router.errors import ConfigError
-
-ENV_PREFIX = "HOMING__"
 
 
 class Policy(StrEnum):
@@ -115,6 +99,11 @@ class ModelSpec(_Slice):
         None, description="Directory with tokenizer.json and a chat template, or a tokenizer.json."
     )
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = Field((), description="LoRA adapters over this model, by the names clients use.")
+    chunk_tokens: Annotated[int | None, Field(ge=1)] = Field(
+        None, description="Chunk of chunked local attention: no event stream carries it."
+    )
+    eagle: bool = Field(False, description="The engine drafts with EAGLE or MTP: a hit ends one block earlier.")
 
 
 class ServerSettings(_Slice):
@@ -175,6 +164,22 @@ class TracingSettings(_Slice):
     )
 
 
+class QueueSettings(_Slice):
+    """Requests under way, and those that wait. A place is asked for by tenant and by ``x-request-priority``."""
+
+    max_inflight: Annotated[int, Field(ge=0)] = Field(
+        0, description="Requests under way at once; more wait for their turn. 0: no limit."
+    )
+    max_queued: Annotated[int, Field(ge=0)] = Field(1000, description="Requests that may wait; more are refused.")
+    queue_seconds: Annotated[float, Field(gt=0)] = Field(30.0, description="The longest wait for a turn.")
+    hold_seconds: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="The longest wait for room in the caches (routing.admission)."
+    )
+    comment_seconds: Annotated[float, Field(gt=0)] = Field(
+        15.0, description="Streams that wait for room get a comment so often, so that nothing cuts them for silence."
+    )
+
+
 class UpstreamSettings(_Slice):
     """Connections to workers."""
 
@@ -215,6 +220,10 @@ class RoutingSettings(_Slice):
     session_idle_seconds: Annotated[float, Field(gt=0)] = 14_400.0
     max_sessions: Annotated[int, Field(ge=1)] = 200_000
     max_index_blocks: Annotated[int, Field(ge=1024)] = 8_000_000
+    admission: Annotated[str, Field(pattern="^(off|guarded)$")] = Field(
+        "off",
+        description="guarded: hold new conversations while the caches have no room for them and holding is of use.",
+    )
     breaker_failures: Annotated[int, Field(ge=0)] = Field(
         5, description="Failures in a row after which a rank is left alone for a while. 0: never."
     )
@@ -243,12 +252,22 @@ class ProbeSettings(_Slice):
     parity: bool = Field(True, description="Check tokenizer, template and event stream when a worker registers.")
 
 
+def _is_redis_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # the port is no number: as a rule half a password
+        return False
+    return bool(parts.scheme in ("redis", "rediss") and parts.hostname) or (parts.scheme == "unix" and bool(parts.path))
+
+
 class SharedSettings(_Slice):
     """State shared by several routers in front of the same workers."""
 
-    redis_url: Annotated[str | None, Field(pattern=r"^rediss?://|^unix://")] = Field(
+    redis_url: str | None = Field(
         default=None,
         description="redis://[user:password@]host:6379/0, the same for all replicas. Default: one alone.",
+        json_schema_extra={"secret": True},
     )
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._{}:-]{0,63}$")] = Field(
         default="homing", description="Of all keys and the channel: one for each group of replicas."
@@ -263,6 +282,17 @@ class SharedSettings(_Slice):
         default=1.0, description="After so long without news another replica's load is forgotten."
     )
 
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, url: str | None) -> str | None:
+        """Complains without a word of what was given: there may be a password in it."""
+        if url is not None and not _is_redis_url(url):
+            raise ValueError(
+                "it looks like redis://[user:password@]host:6379/0, rediss://... or unix://PATH; "
+                "characters such as / and # in a password are written as %2F and %23"
+            )
+        return url
+
     @model_validator(mode="after")
     def _lease_spans_news(self) -> SharedSettings:
         if self.lease_seconds < 3 * self.publish_seconds:
@@ -270,12 +300,8 @@ class SharedSettings(_Slice):
         return self
 
 
-class Settings(BaseSettings):
+class Settings(_Slice):
     """The whole tree."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter="__", validate_default=False
-    )
 
     workers: tuple[WorkerSpec, ...] = ()
     models: tuple[ModelSpec, ...] = ()
@@ -283,6 +309,7 @@ class Settings(BaseSettings):
     admin: AdminSettings = AdminSettings()
     auth: AuthSettings = AuthSettings()
     tracing: TracingSettings = TracingSettings()
+    queue: QueueSettings = QueueSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     routing: RoutingSettings = RoutingSettings()
     probes: ProbeSettings = ProbeSettings()
@@ -300,18 +327,6 @@ class Settings(BaseSettings):
                 raise ValueError(f"two workers have the {what} {twice}")
         return workers
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the caller hands in: ``load_settings`` reads the layers and knows where each value is from."""
-        return (init_settings,)
-
 
 # --- the tree as paths ---------------------------------------------------------------------------
 
@@ -328,6 +343,12 @@ class Knob(NamedTuple):
         return ".".join(self.path)
 
     @property
+    def is_secret(self) -> bool:
+        """Never shown: not even when it is refused."""
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and extra.get("secret") is True
+
+    @property
     def is_list(self) -> bool:
         """A tuple of values; a flag or variable separates them by commas."""
         return isinstance(self.field.default, tuple)
@@ -340,133 +361,3 @@ def knobs(model: type[BaseModel] = Settings, path: tuple[str, ...] = ()) -> Iter
             yield from knobs(field.annotation, (*path, name))
         else:
             yield Knob((*path, name), field)
-
-
-# --- reading -------------------------------------------------------------------------------------
-
-#: A nested mapping, as one source gives it.
-Layer = Mapping[str, Any]
-
-
-def load_settings(
-    flags: Layer | None = None, *, environ: Mapping[str, str] | None = None, config: Path | None = None
-) -> Settings:
-    """Merge the command line, the environment and a YAML file, in that order of precedence.
-
-    Raises ``ConfigError`` for a key nobody knows, a value that is not allowed, a file that cannot be read.
-    """
-    environ = os.environ if environ is None else environ
-    layers: list[tuple[str, Layer]] = [
-        ("the command line", flags or {}),
-        ("the environment", _read_environment(environ)),
-    ]
-    if config is not None:
-        layers.append((str(config), _read_yaml(config)))
-    merged: dict[str, Any] = {}
-    for _, layer in reversed(layers):
-        merged = _over(merged, layer)
-    try:
-        return Settings(**merged)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, layers)) from error
-
-
-def _read_environment(environ: Mapping[str, str]) -> Layer:
-    known = {(ENV_PREFIX + "__".join(knob.path)).upper(): knob for knob in knobs()}
-    values: dict[str, str] = {}
-    for name, value in environ.items():
-        if not name.upper().startswith(ENV_PREFIX):
-            continue
-        knob = known.get(name.upper())
-        if knob is None:
-            raise ConfigError(f"unknown setting {name} in the environment{_suggestion(name.upper(), list(known))}")
-        is_plain_list = knob.is_list and not value.lstrip().startswith("[")
-        values[name.lower()] = _json_list(value) if is_plain_list else value
-    source = EnvSettingsSource(Settings)
-    source.env_vars = values
-    try:
-        return source()
-    except SettingsError as error:
-        raise ConfigError(f"the environment holds a list that is not JSON: {error}") from error
-
-
-def _json_list(commas: str) -> str:
-    return "[" + ",".join(f'"{item.strip()}"' for item in commas.split(",") if item.strip()) + "]"
-
-
-def _read_yaml(path: Path) -> Layer:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{path} must hold a mapping of settings, such as 'server: {{port: 8000}}'")
-    return data
-
-
-def _over(below: Mapping[str, Any], above: Layer) -> dict[str, Any]:
-    """``above`` laid over ``below``; mappings merge, everything else replaces."""
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _over(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-# --- telling what is wrong -----------------------------------------------------------------------
-
-
-def _one_line(error: ValidationError, layers: list[tuple[str, Layer]]) -> str:
-    first = error.errors(include_url=False)[0]
-    path, kind = first["loc"], first["type"]
-    key = ".".join(str(part) for part in path)
-    given = path[:-1] if kind == "missing" else path
-    origin = next((name for name, layer in layers if _holds(layer, given)), "the defaults")
-    if kind == "extra_forbidden":
-        return f"unknown setting {key} in {origin}{_suggestion(key, _siblings(path))}"
-    if kind == "missing":
-        return f"{key} is missing in {origin}"
-    return f"bad value for {key} in {origin}: {first['input']!r}; {_allowed(kind, first['msg'], key)}"
-
-
-def _allowed(kind: str, message: str, key: str) -> str:
-    if kind == "string_pattern_mismatch":
-        knob = next((knob for knob in knobs() if knob.key == key), None)
-        patterns = [item.pattern for item in knob.field.metadata if hasattr(item, "pattern")] if knob else []
-        if patterns and patterns[0].startswith("^("):
-            return "allowed: " + ", ".join(patterns[0][2:-2].split("|"))
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
-
-
-def _holds(layer: object, path: tuple[int | str, ...]) -> bool:
-    for part in path:
-        if isinstance(layer, str) and part == "url":
-            return True  # a worker given as a bare URL
-        is_item = isinstance(layer, list | tuple) and isinstance(part, int) and part < len(layer)
-        if not is_item and not (isinstance(layer, Mapping) and part in layer):
-            return False
-        layer = cast("Any", layer)[part]
-    return True
-
-
-def _siblings(path: tuple[int | str, ...]) -> list[str]:
-    """The keys that would have been right where ``path`` is wrong."""
-    parent = path[:-1]
-    items: dict[str, type[BaseModel]] = {"workers": WorkerSpec, "models": ModelSpec}
-    if len(parent) == 2 and isinstance(parent[1], int):
-        names = set(items[str(parent[0])].model_fields)
-    else:
-        names = {knob.path[len(parent)] for knob in knobs() if knob.path[: len(parent)] == parent}
-    return sorted(".".join(map(str, (*parent, name))) for name in names)
-
-
-def _suggestion(wrong: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(wrong, known, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(known)}" if 0 < len(known) <= 12 else ""

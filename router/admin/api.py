@@ -21,6 +21,7 @@ from router.core.keys import Keyring
 from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
+from router.plain_words import what_is_allowed
 from router.settings import WorkerSpec
 from router.telemetry.metrics import Metrics
 
@@ -172,8 +173,7 @@ def _from_validation(error: Exception) -> RequestError:
     if first["type"] == "json_invalid":
         return BadRequest("The body is not valid JSON.", code="invalid_json")
     param = ".".join(str(part) for part in first["loc"][1:]) or None
-    message = first["msg"].removeprefix("Value error, ")
-    return BadRequest(f"{param or 'The body'}: {message}", param=param)
+    return BadRequest(f"{param or 'The body'}: {what_is_allowed(first)}", param=param)
 
 
 def _from_http(error: Exception) -> RequestError:

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from router.options import parse
-from router.settings import ENV_PREFIX, Settings, load_settings
+from router.settings import Settings
+from router.settings_sources import ENV_PREFIX, load_settings
 
 Manifest = dict[str, Any]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.errors import ConfigError
-from router.settings import Policy, Settings, knobs, load_settings
+from router.settings import Policy, Settings, knobs
+from router.settings_sources import load_settings
 
 
 def load(
@@ -63,10 +65,144 @@ def test_an_empty_file_is_all_defaults(yaml_file: Path) -> None:
     assert load().routing.policy is Policy.AFFINITY
 
 
-@pytest.mark.parametrize("name", ["HOMING_SHIM__PORT", "HOMINGPORT", "PATH"])
-def test_variables_of_others_are_left_alone(name: str) -> None:
-    """Only the router's own prefix is read."""
-    assert load(environ={name: "x"}) == load()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HOMING_SHIM__PORT", "1"),
+        ("HOMINGPORT", "1"),
+        ("PATH", "/bin"),
+        # What Kubernetes gives to pods beside Services named homing and homing-router.
+        ("HOMING_PORT", "tcp://10.0.0.1:80"),
+        ("HOMING_PORT_80_TCP_ADDR", "10.0.0.1"),
+        ("HOMING_SERVICE_HOST", "10.0.0.1"),
+        ("HOMING_SERVICE_PORT_HTTP", "80"),
+        ("HOMING_ROUTER_PORT", "tcp://10.0.0.1:80"),
+        ("HOMING_ROUTER_PORT_80_TCP", "tcp://10.0.0.1:80"),
+        ("HOMING_ROUTER_SERVICE_HOST", "10.0.0.1"),
+    ],
+)
+def test_variables_of_others_are_left_alone(name: str, value: str) -> None:
+    """The shim's, and those that Kubernetes makes of Services' names."""
+    assert load(environ={name: value}) == load()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("HOMING_ROUTING__POLICY", "HOMING__ROUTING__POLICY"),
+        ("HOMING_SERVER_PORT", "HOMING__SERVER__PORT"),
+        ("HOMING__LOG__LEVEL", "HOMING__LOG_LEVEL"),
+        ("HOMING_SHIM_PORT", "HOMING_SHIM__PORT"),
+        ("HOMING_QQ", "HOMING__SERVER__PORT"),
+    ],
+)
+def test_a_variable_with_the_wrong_underscores_refuses_to_start(name: str, meant: str) -> None:
+    """What was meant as a setting is not dropped in silence: the right name is told."""
+    with pytest.raises(ConfigError, match=rf"^unknown setting {name} in the environment; .*{meant}\b"):
+        load(environ={name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("yaml", "parts"),
+    [
+        ("server: 3", ["server in ", ": 3;", "a mapping"]),
+        ("server: {port: abc}", ["server.port in ", "'abc'", "whole number"]),
+        ("server: {port: 99999}", ["server.port in ", "99999", "65535"]),
+        ("server: {prt: 1}", ["unknown setting server.prt"]),
+        ("workers: [ftp://a]", ["workers.0.url in ", "'ftp://a'"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_though_a_flag_overrides_it(yaml: str, parts: list[str], yaml_file: Path) -> None:
+    """The day on which the flag is left out is no better day to hear of it."""
+    yaml_file.write_text(yaml)
+    with pytest.raises(ConfigError) as caught:
+        load({"server": {"port": "1"}, "workers": ["http://a:1"]}, config=yaml_file)
+    for part in [*parts, str(yaml_file)]:
+        assert part in str(caught.value)
+
+
+def test_a_bad_variable_is_told_though_a_flag_overrides_it() -> None:
+    """As in the file."""
+    with pytest.raises(ConfigError, match=r"server\.port in the environment: 'abc'"):
+        load({"server": {"port": "1"}}, {"HOMING__SERVER__PORT": "abc"})
+
+
+def test_what_a_section_says_together_is_judged_over_all_sources(yaml_file: Path) -> None:
+    """The key in the file, its certificate on the command line: together they are right."""
+    yaml_file.write_text("server: {tls_key: server.key}\nshared: {publish_seconds: 5}\n")
+    settings = load({"server": {"tls_certificate": "server.pem"}, "shared": {"lease_seconds": "20"}}, config=yaml_file)
+    assert settings.server.tls_key == Path("server.key")
+    assert settings.shared.publish_seconds == 5
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        "server: 5",
+        "server: {port: x}",
+        "server: {max_headers: 1.5}",
+        "server: {host: 5}",
+        "server: {header_timeout_seconds: x}",
+        "probes: {parity: perhaps}",
+        "workers: 5",
+        "models: [5]",
+        "workers: [{url: 'http://a', engine: tgi}]",
+        "routing: {policy: best}",
+        "routing: {session_headers: 5}",
+        "auth: {keys_file: 5}",
+    ],
+)
+def test_refusals_are_in_plain_words(yaml: str, yaml_file: Path) -> None:
+    """No name of a class, and none of the checker's own phrases."""
+    yaml_file.write_text(yaml)
+    with pytest.raises(ConfigError) as caught:
+        load(config=yaml_file)
+    for jargon in ("instance", "Settings", "Spec", "Input", "input should", "parse", "dictionary", "tuple", "pattern"):
+        assert jargon not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rediss//:hunter2@redis:6379",
+        "http://user:hunter2@redis",
+        "redis:/:hunter2@redis",
+        "redis://:hunter2/x@redis:6379",
+        "redis://redis:port?password=hunter2",
+        "hunter2",
+    ],
+)
+def test_a_refused_redis_url_is_not_shown(url: str, yaml_file: Path) -> None:
+    """Whatever is wrong with it, from wherever it comes, the password stays out of the log."""
+    yaml_file.write_text(json.dumps({"shared": {"redis_url": url}}))
+    refusals = []
+    for ask in (
+        lambda: load({"shared": {"redis_url": url}}),
+        lambda: load(environ={"HOMING__SHARED__REDIS_URL": url}),
+        lambda: load(config=yaml_file),
+        lambda: load({"shared": url}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        refusals.append(str(caught.value))
+        assert caught.value.__cause__ is None
+    assert "hunter2" not in "".join(refusals)
+    assert "redis://[user:password@]host:6379/0" in refusals[0]
+
+
+def test_a_section_that_holds_the_redis_url_is_not_shown() -> None:
+    """A complaint about its neighbours does not print it."""
+    with pytest.raises(ConfigError, match="lease_seconds must be") as caught:
+        load({"shared": {"redis_url": "redis://:hunter2@redis:6379/0", "lease_seconds": "0.1"}})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:hunter2@a:1", "http:/user:hunter2@a:1", "user:hunter2@a:1"])
+def test_a_workers_refused_url_is_shown_without_its_password(url: str) -> None:
+    """The host is left, so that one knows which of them it is."""
+    with pytest.raises(ConfigError, match=r"\*\*\*@a:1") as caught:
+        load({"workers": [url]})
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +219,7 @@ def test_variables_of_others_are_left_alone(name: str) -> None:
             "workers: [{url: 'http://a:1', engin: vllm}]",
             ["workers.0.engin", "router.yaml", "did you mean workers.0.engine"],
         ),
-        ({"server": {"port": "x"}}, {}, "", ["server.port", "the command line", "'x'", "valid integer"]),
+        ({"server": {"port": "x"}}, {}, "", ["server.port", "the command line", "'x'", "a whole number"]),
         ({"server": {"port": "70000"}}, {}, "", ["server.port", "'70000'", "65535"]),
         ({}, {"HOMING__ROUTING__POLICY": "best"}, "", ["routing.policy", "environment", "'best'", "'affinity'"]),
         ({}, {}, "log_level: loud", ["log_level", "router.yaml", "'loud'", "debug, info, warning, error"]),
