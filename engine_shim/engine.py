@@ -100,7 +100,7 @@ class _Flight:
     """A request in the engine, as its thread remembers it."""
 
     request: Request
-    waits: bool = True
+    scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
     last_token_seconds: float = 0.0
 
@@ -128,7 +128,7 @@ class Engine:
         self.rank = rank
         self.layout = layout
         self.publisher = publisher
-        self.latencies = Latencies()
+        self.latencies = Latencies(scheduler.context_tokens)
         self.failure: str | None = None
         self._scheduler = scheduler
         self._runner = runner
@@ -299,10 +299,11 @@ class Engine:
 
     def _note_scheduled(self, batch: Batch) -> None:
         now = self._clock()
+        self.latencies.step_tokens.observe(batch.tokens)
         for chunk in batch.chunks:
             flight = self._flights[chunk.request.id]
-            if flight.waits:
-                flight.waits = False
+            if flight.scheduled_seconds is None:
+                flight.scheduled_seconds = now
                 self.latencies.queue.observe(now - chunk.request.arrival_seconds)
 
     def _deliver(self, outputs: Iterable[Output]) -> None:
@@ -329,12 +330,23 @@ class Engine:
         flight.last_token_seconds = now
 
     def _measure_end(self, flight: _Flight, now: float, finish: FinishReason) -> None:
-        self.latencies.finished[finish] += 1
-        self.latencies.end_to_end.observe(now - flight.request.arrival_seconds)
-        gaps = len(flight.request.output) - 1
-        if flight.first_token_seconds is not None and gaps > 0:
-            mean = (flight.last_token_seconds - flight.first_token_seconds) / gaps
-            self.latencies.per_output_token.observe(mean)
+        seen, request = self.latencies, flight.request
+        output_tokens = len(request.tokens) - len(request.prompt)
+        seen.finished[finish] += 1
+        seen.end_to_end.observe(now - request.arrival_seconds)
+        seen.prompt_tokens.observe(len(request.prompt))
+        seen.output_tokens.observe(output_tokens)
+        seen.max_tokens.observe(request.sampling.max_tokens)
+        seen.choices.observe(1)
+        if flight.scheduled_seconds is None or flight.first_token_seconds is None:
+            return
+        decode_seconds = flight.last_token_seconds - flight.first_token_seconds
+        seen.prefilled_tokens.observe(len(request.prompt) - request.cached_tokens)
+        seen.prefill.observe(flight.first_token_seconds - flight.scheduled_seconds)
+        seen.decode.observe(decode_seconds)
+        seen.inference.observe(flight.last_token_seconds - flight.scheduled_seconds)
+        if output_tokens > 1:
+            seen.per_output_token.observe(decode_seconds / (output_tokens - 1))
 
     def _in_loop(self, work: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 from prometheus_client.core import (
@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from engine_shim.schedule.stats import Stats
 from engine_shim.types import CacheLayout, FinishReason
 
-# vLLM's buckets, in seconds.
+# vLLM's buckets, in seconds, tokens and choices.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -35,6 +35,14 @@ _REQUEST = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+_CHOICES = (1, 2, 5, 10, 20)
+
+
+def request_token_bounds(context_tokens: int) -> tuple[int, ...]:
+    """vLLM's buckets for tokens of a request: 1, 2, 5, 10, ... up to the longest context."""
+    bounds = (digit * 10**power for power in range(len(str(context_tokens))) for digit in (1, 2, 5))
+    return tuple(bound for bound in bounds if bound <= context_tokens)
 
 
 class Histogram:
@@ -64,15 +72,36 @@ class Histogram:
 
 @dataclass(slots=True)
 class Latencies:
-    """What one rank measured, in seconds, and how its requests ended. Written by the rank's thread."""
+    """What one rank measured of its requests, in seconds and tokens, and how they ended. Written by the rank's thread.
 
+    The parts of a request's time, of which only those are measured that it came to::
+
+        arrival ---- queue ---- first scheduled ---- prefill ---- first token ---- decode ---- last token
+                                |---------------------- inference ----------------------------|
+    """
+
+    context_tokens: InitVar[int]
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN))
     inter_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN))
     per_output_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN))
     end_to_end: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
     queue: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
+    prefill: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
+    decode: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
+    inference: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
+    choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES))
+    prompt_tokens: Histogram = field(init=False)
+    prefilled_tokens: Histogram = field(init=False)
+    output_tokens: Histogram = field(init=False)
+    max_tokens: Histogram = field(init=False)
     generated_tokens: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def __post_init__(self, context_tokens: int) -> None:
+        bounds = request_token_bounds(context_tokens)
+        self.prompt_tokens, self.prefilled_tokens = Histogram(bounds), Histogram(bounds)
+        self.output_tokens, self.max_tokens = Histogram(bounds), Histogram(bounds)
 
 
 class MeasuredRank(Protocol):
@@ -119,6 +148,22 @@ _HISTOGRAMS: Mapping[str, tuple[Callable[[Latencies], Histogram], str]] = {
     ),
     "vllm:e2e_request_latency_seconds": (lambda seen: seen.end_to_end, "Arrival to end."),
     "vllm:request_queue_time_seconds": (lambda seen: seen.queue, "Arrival to first scheduling."),
+    "vllm:request_prefill_time_seconds": (lambda seen: seen.prefill, "First scheduling to first token."),
+    "vllm:request_decode_time_seconds": (lambda seen: seen.decode, "First to last token."),
+    "vllm:request_inference_time_seconds": (lambda seen: seen.inference, "First scheduling to last token."),
+    "vllm:request_prompt_tokens": (lambda seen: seen.prompt_tokens, "Prompt tokens of a request."),
+    "vllm:request_prefill_kv_computed_tokens": (
+        lambda seen: seen.prefilled_tokens,
+        "Prompt tokens of a request that the cache did not have.",
+    ),
+    "vllm:request_generation_tokens": (lambda seen: seen.output_tokens, "Tokens generated for a request."),
+    "vllm:request_max_num_generation_tokens": (
+        lambda seen: seen.output_tokens,  # a request has one choice, which then is the longest
+        "Tokens generated for the longest choice of a request.",
+    ),
+    "vllm:request_params_max_tokens": (lambda seen: seen.max_tokens, "The most tokens a request may have."),
+    "vllm:request_params_n": (lambda seen: seen.choices, "Choices asked for."),
+    "vllm:iteration_tokens_total": (lambda seen: seen.step_tokens, "Tokens computed by one step."),
 }
 
 
@@ -159,6 +204,7 @@ class ShimCollector(Collector):
                 histogram.add_metric(label, seen.cumulative(), seen.sum)
             yield histogram
         yield self._finished(values)
+        yield self._by_source(stats)
         yield self._cache_config()
 
     def _finished(self, values: Iterable[tuple[tuple[str, str], MeasuredRank]]) -> Metric:
@@ -168,6 +214,15 @@ class ShimCollector(Collector):
             for reason, count in rank.latencies.finished.items():
                 ended.add_metric((*label, reason.value), count)
         return ended
+
+    def _by_source(self, stats: Iterable[tuple[tuple[str, str], Stats]]) -> Metric:
+        labels = ("model_name", "engine", "source")
+        text = "Prompt tokens of admitted requests, by where their keys and values came from."
+        tokens = CounterMetricFamily("vllm:prompt_tokens_by_source", text, labels=labels)
+        for label, stat in stats:
+            tokens.add_metric((*label, "local_compute"), stat.queried_tokens - stat.cached_tokens)
+            tokens.add_metric((*label, "local_cache_hit"), stat.cached_tokens)
+        return tokens
 
     def _cache_config(self) -> Metric:
         labels = ("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens", "sliding_window")

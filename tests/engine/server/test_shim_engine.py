@@ -102,6 +102,30 @@ async def test_a_failed_step_costs_its_requests_only() -> None:
         assert await engine.reset_cache() is True
 
 
+async def test_the_parts_of_a_requests_time_add_up() -> None:
+    """Inference is prefill and decode; with the queue before them they are no longer than the whole."""
+    async with running(StepRunner(lambda: time.sleep(0.01))) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=4), mailbox=box, index=0)
+        await read_all(box)
+        seen = engine.latencies
+    assert seen.prefill.sum >= 0.01
+    assert seen.decode.sum >= 3 * 0.01
+    assert seen.inference.sum == pytest.approx(seen.prefill.sum + seen.decode.sum)
+    assert seen.queue.sum + seen.inference.sum <= seen.end_to_end.sum
+
+
+async def test_a_request_that_never_ran_has_no_parts() -> None:
+    """Refused for its length it counts as ended, with its prompt, and leaves no times of prefill or decode."""
+    async with running(StepRunner()) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", prompt=(1,) * 200), mailbox=box, index=0)
+        assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
+        seen = engine.latencies
+    assert (seen.prompt_tokens.sum, seen.output_tokens.sum) == (200, 0)
+    assert [part.cumulative()[-1][1] for part in (seen.queue, seen.prefill, seen.decode, seen.inference)] == [0.0] * 4
+
+
 async def fail_twice(engine: Engine) -> None:
     """Two steps of a runner that always fails; the third is one too many."""
     for name in ("x", "y"):

@@ -11,6 +11,7 @@ from shim_process import metric, wait_until
 from tokenizers import Tokenizer
 
 from engine_shim.api import CompletionRequest, decode
+from engine_shim.metrics import request_token_bounds
 from engine_shim.model.tokenizer import read_card
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from the old house on the hill "
@@ -309,6 +310,23 @@ def test_metrics_under_vllm_names(client: httpx.Client) -> None:
         "vllm:inter_token_latency_seconds_count": 4,
         "vllm:e2e_request_latency_seconds_count": 1,
         "vllm:request_queue_time_seconds_count": 1,
+        "vllm:request_prefill_time_seconds_count": 1,
+        "vllm:request_decode_time_seconds_count": 1,
+        "vllm:request_inference_time_seconds_count": 1,
+        "vllm:request_prompt_tokens_sum": 40,
+        "vllm:request_prompt_tokens_count": 1,
+        "vllm:request_prefill_kv_computed_tokens_sum": 40,
+        "vllm:request_generation_tokens_sum": 5,
+        "vllm:request_generation_tokens_count": 1,
+        "vllm:request_max_num_generation_tokens_sum": 5,
+        "vllm:request_max_num_generation_tokens_count": 1,
+        "vllm:request_params_max_tokens_sum": 5,
+        "vllm:request_params_max_tokens_count": 1,
+        "vllm:request_params_n_sum": 1,
+        "vllm:request_params_n_count": 1,
+        # One step for the prompt, which makes the first token, and one for each of the other four.
+        "vllm:iteration_tokens_total_sum": 44,
+        "vllm:iteration_tokens_total_count": 5,
     }
 
     def read() -> dict[str, float]:
@@ -323,3 +341,29 @@ def test_metrics_under_vllm_names(client: httpx.Client) -> None:
     assert {name: after[name] - before[name] for name in names} == names
     assert lengths() - ended == 1
     assert metric(client, "vllm:cache_config_info", engine="0", block_size="16") == 1
+
+
+def test_metrics_tell_cached_prompt_tokens_apart(client: httpx.Client) -> None:
+    """A prompt of 40 that is sent again is computed but for its two whole pages; sources add up to all tokens."""
+
+    def read() -> list[float]:
+        sources = [
+            metric(client, "vllm:prompt_tokens_by_source_total", engine="0", source=source)
+            for source in ("local_compute", "local_cache_hit")
+        ]
+        return [*sources, metric(client, "vllm:request_prefill_kv_computed_tokens_sum", engine="0")]
+
+    before = read()
+    for _ in range(2):
+        ask(client, list(range(500, 540)), max_tokens=1, routed_dp_rank=0)
+    moved = [after - early for after, early in zip(read(), before, strict=True)]
+    assert moved == [40 + 8, 32, 40 + 8]
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "bounds"),
+    [(1, (1,)), (100, (1, 2, 5, 10, 20, 50, 100)), (4999, (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000))],
+)
+def test_token_buckets_reach_to_the_context(context_tokens: int, bounds: tuple[int, ...]) -> None:
+    """vLLM's 1-2-5 series, as its documentation shows it for 100."""
+    assert request_token_bounds(context_tokens) == bounds
