@@ -18,6 +18,22 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 Message = dict[str, object]
 #: vLLM's bound: dividing logits by less than this leaves only the likeliest token anyway.
 _GREEDY_BELOW = 1e-5
+#: What the engine cannot do, and the values that do not ask for it; absent and null are fine everywhere.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False, 0),
+    "response_format": ({"type": "text"},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "logit_bias": ({},),
+}
 
 
 class ApiError(Exception):
@@ -62,6 +78,17 @@ class _Generation(msgspec.Struct, kw_only=True, frozen=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    best_of: object = None
+    logprobs: object = None
+    top_logprobs: object = None
+    prompt_logprobs: object = None
+    response_format: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    top_k: object = None
+    min_p: object = None
+    logit_bias: object = None
     cache_salt: str | None = None
     routed_dp_rank: int | None = None
     return_token_ids: bool | None = None
@@ -79,10 +106,16 @@ class _Generation(msgspec.Struct, kw_only=True, frozen=True):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def require_supported(self) -> None:
+        """Raise ``ApiError`` for the first field that asks for what this engine cannot do."""
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                told = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
+                raise ApiError(f"{name} is not supported by this engine: leave it out or send {told}", param=name)
+
     def sampling(self, *, max_tokens: int) -> Sampling:
         """How to choose tokens; unnamed fields have OpenAI's defaults. Raises ``ApiError``."""
-        if self.n not in (None, 1):
-            raise ApiError("n must be 1: this engine makes one choice per prompt", param="n")
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else self.top_p
         if not 0 <= temperature <= 100:

@@ -142,6 +142,7 @@ class ShimApi:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         asked = await self._read(request, api.ChatRequest)
+        asked.require_supported()
         text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
         ids = await self._encode(text, add_special_tokens=False)
         max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
@@ -150,8 +151,7 @@ class ShimApi:
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         asked = await self._read(request, api.CompletionRequest)
-        if asked.echo:
-            raise ApiError("echo is not supported", param="echo")
+        asked.require_supported()
         prompts = [
             await self._encode(prompt, add_special_tokens=asked.add_special_tokens)
             if isinstance(prompt, str)
@@ -256,6 +256,10 @@ class ShimApi:
 
     async def kv_snapshot(self, request: Request) -> Response:
         """``GET /kv_snapshot?dp_rank=N``: what is resident, and the sequence number it is true at."""
+        unknown = request.query_params.keys() - {"dp_rank"}
+        if unknown:
+            name = min(unknown)
+            raise ApiError(f"there is no query parameter {name}; the rank is named by dp_rank", param=name)
         text = request.query_params.get("dp_rank", "0")
         ranks = len(self._ranks.engines)
         if not text.isdecimal() or int(text) >= ranks:

@@ -244,6 +244,7 @@ BAD = [
     ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "routed_dp_rank": 2}, 400, "routed_dp_rank"),
     ({"prompt": "a", "routed_dp_rank": "one"}, 400, "routed_dp_rank"),
+    ({"prompt": "a", "n": "2"}, 400, "n"),
     ({"prompt": "a", "model": "gpt-9"}, 404, "model"),
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
@@ -264,6 +265,57 @@ def test_bad_completions_name_the_field(client: httpx.Client, body: dict, status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+#: Parameter, values that change nothing, values that ask for what the shim cannot do.
+UNSUPPORTED = [
+    ("best_of", [None, 1], [2]),
+    ("echo", [None, False], [True]),
+    ("frequency_penalty", [None, 0, 0.0], [0.5, -2]),
+    ("logit_bias", [None, {}], [{"5": 100}]),
+    ("logprobs", [None, False, 0], [True, 5]),
+    ("min_p", [None, 0.0], [0.1]),
+    ("n", [None, 1], [2, 0]),
+    ("presence_penalty", [None, 0], [1]),
+    ("prompt_logprobs", [None, 0], [1]),
+    ("repetition_penalty", [None, 1, 1.0], [1.2]),
+    (
+        "response_format",
+        [None, {"type": "text"}],
+        [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}],
+    ),
+    ("top_k", [None, -1, 0], [40]),
+    ("top_logprobs", [None, 0], [3]),
+    ("an_unknown_one", [None, 1, {"a": 2}], []),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("name", "neutral", "other"), UNSUPPORTED, ids=str)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    client: httpx.Client, name: str, neutral: list[object], other: list[object], stream: bool
+) -> None:
+    """A parameter that would change the answer is 400 with its name; at the value of no effect it is served."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "stream": stream}
+    text = {"prompt": "a", "max_tokens": 1, "stream": stream}
+    paths = {"/v1/completions": text} | ({} if name == "echo" else {"/v1/chat/completions": chat})
+    for path, body in paths.items():
+        for value in neutral:
+            assert client.post(path, json=body | {name: value}).status_code == 200, value
+        for value in other:
+            answer = client.post(path, json=body | {name: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), value
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("rank=9", "rank"), ("dp_rank=0&rank=1", "rank"), ("dp_rank=2", "dp_rank"), ("dp_rank=-1", "dp_rank")],
+)
+def test_a_snapshot_of_no_rank_is_refused(client: httpx.Client, query: str, param: str) -> None:
+    """A rank that is not here, or a misspelt parameter, never gets the snapshot of another rank."""
+    answer = client.get(f"/kv_snapshot?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert param in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
