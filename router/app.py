@@ -25,12 +25,14 @@ from structlog.typing import FilteringBoundLogger
 from router.access import Access
 from router.admin.api import create_admin
 from router.admin.explain import sampled_log
+from router.core.types import RankStatus
 from router.core.usable import Geometry
 from router.errors import ConfigError
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Hooks, Registry, Worker
 from router.proxy.brain import RouterBrain
+from router.proxy.models import Census
 from router.proxy.plane import DataPlane
 from router.proxy.types import Brain
 from router.proxy.worker_tokens import WorkerTokenizer
@@ -143,6 +145,7 @@ class Router:
         )
         for spec in settings.workers:
             self._registry.add(spec)
+        brain.count_workers(lambda: _census(self._registry))
         # The plane hands back only what this brain prepared, which a protocol with a plain method cannot say.
         self._plane = DataPlane(
             cast("Brain", brain),
@@ -257,6 +260,11 @@ def _shared_state(settings: Settings, metrics: Metrics, log: FilteringBoundLogge
         raise ConfigError(
             "shared.redis_url cannot be used; it looks like redis://[user:password@]host:6379/0"
         ) from None
+
+
+def _census(registry: Registry) -> Census:
+    workers = registry.workers()
+    return Census(len(workers), sum(worker.status is RankStatus.DOWN for worker in workers))
 
 
 class _Signals:

@@ -7,7 +7,7 @@ so a decision sees one consistent moment. No I/O here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import Gauge
@@ -31,7 +31,7 @@ from router.core.types import (
 )
 from router.core.usable import Geometry
 from router.fleet.shared import Embedded, SharedState
-from router.fleet.target import Target
+from router.fleet.target import ModelCard, Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
@@ -72,6 +72,7 @@ class Member:
     block_tokens: int | None = None
     held: HeldBack | None = None
     stored_events: int = 0
+    cards: Mapping[str, ModelCard] = field(default_factory=dict)
 
     @property
     def is_deaf(self) -> bool:
@@ -137,6 +138,7 @@ class Fleet:
         self._indexes: dict[IndexKey, PrefixIndex] = {}
         metrics.sessions.set_function(lambda: len(self.sessions))
         metrics.index_entries.set_function(lambda: sum(map(len, self._indexes.values())))
+        metrics.index_evicted.set_function(lambda: sum(index.evicted_blocks for index in self._indexes.values()))
 
     def set_geometry(self, model: str, geometry: Geometry) -> None:
         """What no event stream says of a model. Holds for ranks that are added later."""
@@ -153,6 +155,7 @@ class Fleet:
         models: frozenset[str],
         block_tokens: int | None,
         pool_tokens: int | None,
+        cards: Mapping[str, ModelCard] | None = None,
     ) -> int:
         """Know a rank, PENDING at first. Returns its slot: the lowest that is free."""
         slot = next(number for number in range(len(self._members) + 1) if number not in self._members)
@@ -167,6 +170,7 @@ class Fleet:
             learner=PaceLearner(pace),
             load=self.loads.load(slot),
             pool_tokens=pool_tokens,
+            cards=cards or {},
         )
         self._members[slot] = member
         self._slots[rank_id] = slot

@@ -21,7 +21,7 @@ from router.errors import Conflict, HomingError, NotFound, WorkerError
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
 from router.fleet.parity import Checker, Encode, Parity, Promised, Standing
 from router.fleet.probes import SENTENCES, Verdict, judge, probe
-from router.fleet.target import Target
+from router.fleet.target import ModelCard, Target
 from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
 from router.settings import ProbeSettings, WorkerSpec
 from router.telemetry.metrics import Metrics
@@ -45,6 +45,7 @@ class Ranks(Picture, Protocol):
         models: frozenset[str],
         block_tokens: int | None,
         pool_tokens: int | None,
+        cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
     def expect_clear(self, slot: int) -> None: ...
@@ -295,6 +296,7 @@ class Registry:
             models=frozenset(info.models),
             block_tokens=info.block_tokens,
             pool_tokens=info.pool_tokens,
+            cards=info.cards,
         )
 
     def _streams(self, info: WorkerInfo, slots: Sequence[int]) -> list[EventStream]:

@@ -1,10 +1,14 @@
-"""The address of a rank."""
+"""The address of a rank, and how its worker describes a model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.core.types import Engine
+
+#: What a worker says of one of its models in ``/v1/models``: a JSON object, passed on as it is.
+ModelCard = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.core.types import Engine
 from router.errors import WireError, WorkerError
-from router.fleet.target import Target
+from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
 from router.wire.kv_events import EventSource, Snapshot, decode_snapshot, decode_sources
 
@@ -45,6 +45,8 @@ class WorkerInfo:
     block_tokens: int | None
     pool_tokens: int | None
     identity: str | None
+    #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
+    cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
     def target(self, rank: int) -> Target:
         """The address of one of its ranks."""
@@ -99,6 +101,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         block_tokens=block_tokens or _number(cache.get("block_size")) or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         identity=_identity(event_sources, families),
+        cards={str(card["id"]): card for card in _cards(models)},
     )
 
 
@@ -186,18 +189,21 @@ def _sentence(url: str, error: Exception) -> str:
 
 
 def _model_ids(models: Mapping[str, Any], url: str) -> tuple[str, ...]:
-    cards = models.get("data")
-    names = (
-        [card["id"] for card in cards if isinstance(card, dict) and card.get("id")] if isinstance(cards, list) else []
-    )
+    names = tuple(card["id"] for card in _cards(models))
     if not names:
         raise WorkerError(f"{url}/v1/models names no model")
-    return tuple(names)
+    return names
+
+
+def _cards(models: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    cards = models.get("data")
+    if not isinstance(cards, list):
+        return []
+    return [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
 
 
 def _max_context(models: Mapping[str, Any]) -> int | None:
-    cards = models.get("data") or [{}]
-    return _number(cards[0].get("max_model_len")) if isinstance(cards[0], dict) else None
+    return next((_number(card.get("max_model_len")) for card in _cards(models)), None)
 
 
 def _engine(sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None) -> Engine:

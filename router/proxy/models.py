@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from router.errors import BadRequest, NotFound, NoWorker
 from router.fleet.fleet import Fleet
+from router.fleet.target import ModelCard
 from router.proxy.token_cache import Chain
 from router.proxy.tokenization import Prompt, PromptTokenizer
 from router.proxy.worker_tokens import WorkerTokenizer
@@ -19,6 +21,26 @@ _INLINE_BYTES = 1024 * 1024
 _INLINE_CHARS = 8 * 1024
 
 
+class Census(NamedTuple):
+    """How many workers are registered, and how many of those are down."""
+
+    known: int
+    down: int
+
+    def __str__(self) -> str:
+        if not self.known:
+            return "No worker is registered yet."
+        if not self.down:
+            return f"No worker is up yet: {self.known} {'is' if self.known == 1 else 'are'} being asked."
+        if self.down == self.known:
+            return (
+                "No worker is up: the only one is down."
+                if self.known == 1
+                else f"No worker is up: all {self.known} are down."
+            )
+        return f"No worker is up: of {self.known}, {self.down} {'is' if self.down == 1 else 'are'} down."
+
+
 class Models:
     """Names clients may use, and how each model's prompts are keyed."""
 
@@ -28,6 +50,7 @@ class Models:
         self._workers: WorkerTokenizer | None = None
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
+        self._census: Callable[[], Census] = lambda: Census(0, 0)
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
         """Key this model's prompts by tokens from now on."""
@@ -36,6 +59,10 @@ class Models:
     def ask_workers(self, workers: WorkerTokenizer) -> None:
         """Have workers tokenize for models without a tokenizer of their own here."""
         self._workers = workers
+
+    def count_workers(self, census: Callable[[], Census]) -> None:
+        """Who knows the workers, also those that no rank is known of."""
+        self._census = census
 
     def has_tokenizer(self, model: str) -> bool:
         """Whether prompts of this model are keyed by tokens."""
@@ -63,24 +90,36 @@ class Models:
 
     def model_list(self) -> bytes:
         """The JSON answer of ``GET /v1/models``: the union over workers, and aliases of what they serve."""
-        return json.dumps({"object": "list", "data": [_card(name) for name in self._names()]}).encode()
+        return json.dumps({"object": "list", "data": [self._card(name) for name in self._names()]}).encode()
 
     def model_card(self, name: str) -> bytes:
         """The JSON answer of ``GET /v1/models/NAME``. Raises ``NotFound``."""
         if name not in self._names():
             raise _no_such_model(name)
-        return json.dumps(_card(name)).encode()
+        return json.dumps(self._card(name)).encode()
+
+    def _card(self, name: str) -> ModelCard:
+        """As the first worker says it that serves the model, but with the shortest context among all of them."""
+        model = self._aliases.get(name, name)
+        cards = [member.cards[model] for member in self._fleet.members() if model in member.cards]
+        contexts = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+        return {
+            "object": "model", "created": 0, "owned_by": "homing",
+            **(cards[0] if cards else {}),
+            **({"max_model_len": min(contexts)} if contexts else {}),
+            "id": name,
+        }
 
     def _names(self) -> list[str]:
         models = self.models()
         return sorted({*models, *(alias for alias, model in self._aliases.items() if model in models)})
 
     def resolve(self, name: str) -> str:
-        """The model a client means. Raises ``NotFound``, or ``NoWorker`` while no worker is known at all."""
+        """The model a client means. Raises ``NotFound``, or ``NoWorker`` while no worker has ever been up."""
         model = self._aliases.get(name, name)
         if model not in self._fleet.models:
             if not self._fleet.models:
-                raise NoWorker("No worker is registered yet.")
+                raise NoWorker(str(self._census()))
             raise _no_such_model(name)
         return model
 
@@ -120,10 +159,6 @@ class Models:
         parts = (model if is_adapter else "", salt)
         plain = namespace_seed(*parts)
         return (namespace_seed(*parts, extra), plain) if extra else (plain, None)
-
-
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "homing"}
 
 
 def _no_such_model(name: str) -> NotFound:

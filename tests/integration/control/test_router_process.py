@@ -143,6 +143,9 @@ def test_settings_from_all_sources_reach_the_process(tmp_path: Path, monkeypatch
         assert workers(admin)[0]["reason"] == "nothing listens at http://127.0.0.1:9/v1/models"
         assert admin.get("/admin/fleet").json()["policy"] == "round_robin"
         assert data.get("/readyz").status_code == 503
+        refused = data.post("/v1/completions", json={"model": "m", "prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "No worker is up: the only one is down."
         status, errors = running.stop()
     assert status == 0
     assert '"worker": "gone"' in errors

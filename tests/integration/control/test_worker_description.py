@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -179,3 +180,16 @@ async def test_a_cache_is_reset_the_engines_way(
         else:
             with pytest.raises(WorkerError, match=sentence):
                 await reset_cache(client, info)
+
+
+async def test_models_are_described_in_the_workers_own_words() -> None:
+    """All fields of a card are kept; entries that name no model are passed over."""
+    card = {"id": "m", "owned_by": "vllm", "root": "/models/m", "parent": None, "max_model_len": 4096, "created": 7}
+    answers: Answers = {"/v1/models": as_json({"data": ["x", {"id": 5}, {"object": "model"}, card, {"id": "n"}]})}
+    async with ControlWorker(answers) as worker, httpx.AsyncClient() as client:
+        info = await describe(client, WorkerSpec(url=worker.url))
+        later = replace(info, cards={})
+    assert info.models == ("m", "n")
+    assert info.cards == {"m": card, "n": {"id": "n"}}
+    assert info.max_context_tokens == 4096
+    assert info.is_laid_out_like(later), "another time of creation is no other worker"
