@@ -16,6 +16,7 @@ from engine_shim.api import ApiError
 from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
 from engine_shim.text import TextStream
 from engine_shim.types import FinishReason, Request
+from router.wire.headers import SERVED_DP_RANK
 
 _JSON = (b"content-type", b"application/json")
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -102,7 +103,7 @@ class GenerationResponse(Response):
         self._generation = generation
         self._shape = shape
         self._stream = stream
-        self._rank = (b"x-dp-rank", str(generation.engine.rank).encode())
+        self._rank = (SERVED_DP_RANK, str(generation.engine.rank).encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the generation and send its answer."""

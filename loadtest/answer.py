@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import msgspec
 
-from router.wire.headers import EXPECTED_CACHED_TOKENS, RANK, REASON, WORKER
+from router.wire.headers import EXPECTED_CACHED_TOKENS, RANK, REASON, SERVED_DP_RANK, WORKER
 
 
 class Outcome(StrEnum):
@@ -42,16 +42,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a router's answer headers tell: where the request went, why, what it expected to be cached."""
+    """What answer headers tell. From a router: where the request went, why, what it expected to be cached.
 
-    worker: str
+    From a worker that is asked directly: the rank alone.
+    """
+
     rank: str
-    reason: str
-    expected_cached_tokens: int | None
+    worker: str | None = None
+    reason: str | None = None
+    expected_cached_tokens: int | None = None
 
     @property
     def rank_name(self) -> str:
-        return f"{self.worker}/{self.rank}"
+        return f"rank {self.rank}" if self.worker is None else f"{self.worker}/{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,8 @@ def _refusal(status: int) -> Outcome:
 
 def _placement(headers: dict[str, str]) -> Placement | None:
     if WORKER.decode() not in headers:
-        return None
+        rank = headers.get(SERVED_DP_RANK.decode())
+        return Placement(rank) if rank is not None else None
     expected = headers.get(EXPECTED_CACHED_TOKENS.decode(), "")
     return Placement(
         worker=headers[WORKER.decode()],

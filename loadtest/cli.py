@@ -19,7 +19,7 @@ from loadtest.client import Address, AddressError, ChatClient, Timeouts
 from loadtest.generator import AGENT_WORKLOAD, generate_sessions
 from loadtest.identity import ClientProfile
 from loadtest.replay import Replay, ReplayPlan, RunLog, Stop
-from loadtest.report import Report, summarise
+from loadtest.report import Report, Setting, summarise
 from loadtest.tables import ProgressView, print_comparison, print_report
 from loadtest.trace import TraceError, choose_sessions, read_trace
 from loadtest.types import Session, conversations, limit_turns
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     except (TraceError, AddressError, _ReportError) as error:
         errors.print(f"homing replay: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    report = summarise(log, label=options.label, settings=_settings(options))
+    report = summarise(log, label=options.label, settings=settings_of(options))
     _write(options, report, log)
     if log.stopped is Stop.INTERRUPTED:
         return 130
@@ -251,10 +251,16 @@ def _write(options: argparse.Namespace, report: Report, log: RunLog) -> None:
         options.records.write_bytes(b"".join(lines))
 
 
-def _settings(options: argparse.Namespace) -> dict[str, str]:
-    """The options that decide what was sent and how, as they would be typed. Never the key."""
+def settings_of(options: argparse.Namespace) -> dict[str, Setting]:
+    """The options that decide what was sent and how; ratios as numbers. Never the key."""
     hidden = {"api_key", "json", "records", "compare", "label"}
-    return {name: str(value) for name, value in vars(options).items() if name not in hidden and value is not None}
+    return {name: _plain(value) for name, value in vars(options).items() if name not in hidden and value is not None}
+
+
+def _plain(value: object) -> Setting:
+    if isinstance(value, Fraction):
+        return float(value)
+    return value if isinstance(value, bool | int | float) else str(value)
 
 
 class _ReportError(Exception):

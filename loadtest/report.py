@@ -16,6 +16,7 @@ from loadtest.answer import Outcome
 from loadtest.replay import Exchange, RunLog
 
 UNKNOWN = "unknown"
+Setting = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class HitRatio:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank did. ``name`` is worker/rank from the answer headers, or ``unknown``."""
+    """What one rank did. ``name`` is from the answer headers: worker/rank, a lone worker's rank, or ``unknown``."""
 
     name: str
     requests: int
@@ -66,7 +67,7 @@ class Report:
     """Everything that is said about a run. ``requests`` counts all that were sent after warm-up."""
 
     label: str
-    settings: Mapping[str, str]
+    settings: Mapping[str, Setting]
     stopped: str
     duration_seconds: float
     sessions: int
@@ -88,7 +89,7 @@ class Report:
     request_digest: str
 
 
-def summarise(log: RunLog, *, label: str = "", settings: Mapping[str, str] | None = None) -> Report:
+def summarise(log: RunLog, *, label: str = "", settings: Mapping[str, Setting] | None = None) -> Report:
     """The numbers of a run."""
     measured = [exchange for exchange in log.exchanges if not exchange.is_warmup]
     good = [exchange for exchange in measured if exchange.answer.outcome is Outcome.OK]
@@ -98,6 +99,7 @@ def summarise(log: RunLog, *, label: str = "", settings: Mapping[str, str] | Non
     ranks = _rank_shares(good)
     seconds = max(log.duration_seconds, 1e-9)
     prompt, completion = _sum_usage(good)
+    reasons = [e.answer.placement.reason for e in good if e.answer.placement and e.answer.placement.reason]
     return Report(
         label=label,
         settings=settings or {},
@@ -126,7 +128,7 @@ def summarise(log: RunLog, *, label: str = "", settings: Mapping[str, str] | Non
         ranks=ranks,
         request_imbalance=imbalance([rank.requests for rank in ranks]),
         uncached_imbalance=imbalance([rank.uncached_tokens or 0 for rank in ranks]),
-        reasons=dict(Counter(e.answer.placement.reason for e in good if e.answer.placement).most_common()),
+        reasons=dict(Counter(reasons).most_common()),
         request_digest=log.request_digest,
     )
 

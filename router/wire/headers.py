@@ -27,6 +27,8 @@ TRACEPARENT: Final = b"traceparent"
 TRACESTATE: Final = b"tracestate"
 #: vLLM: which data-parallel rank shall serve the request.
 DP_RANK: Final = b"x-data-parallel-rank"
+#: Our shims' answers: which data-parallel rank served the request.
+SERVED_DP_RANK: Final = b"x-dp-rank"
 
 WORKER: Final = b"x-homing-worker"
 RANK: Final = b"x-homing-rank"

@@ -104,5 +104,16 @@ def test_the_router_says_where_the_request_went() -> None:
         "x-homing-reason": "spill",
         "x-homing-expected-cached-tokens": "128",
     }
-    assert reader.finish(1.0).placement == Placement("w1", "3", "spill", 128)
+    assert reader.finish(1.0).placement == Placement("3", "w1", "spill", 128)
+    assert reader.finish(1.0).placement.rank_name == "w1/3"
     assert read(DONE).placement is None
+
+
+def test_a_lone_worker_says_which_rank_served() -> None:
+    """Without a router there is the worker's own header; a router's word on its ranks goes before it."""
+    reader = AnswerReader(started=0.0, status=200)
+    reader.headers["x-dp-rank"] = "1"
+    alone = reader.finish(1.0).placement
+    assert (alone, alone.rank_name) == (Placement("1"), "rank 1")
+    reader.headers |= {"x-homing-worker": "w1", "x-homing-rank": "3", "x-homing-reason": "home"}
+    assert reader.finish(1.0).placement == Placement("3", "w1", "home")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.cli import build_parser, main
+from loadtest.cli import build_parser, main, settings_of
 from loadtest.client import Address, AddressError
 from loadtest.identity import ClientProfile, identify
 
@@ -48,6 +48,29 @@ def test_what_cannot_be_used_is_named(arguments: list[str], complaint: str, caps
     """Exit status 1, before anything is sent."""
     assert main(arguments) == 1
     assert complaint in capsys.readouterr().err
+
+
+def test_settings_in_the_report_have_their_types() -> None:
+    """Switches are booleans, numbers and ratios numbers, the rest text; the key and what was not given are left out."""
+    options = build_parser().parse_args(
+        ["--api-key", "secret", "--lanes", "3", "--scale-time", "1/4", "--warm-start", "--trace", "a.jsonl"]
+    )
+    told = settings_of(options)
+    expected = {
+        "lanes": 3,
+        "scale_time": 0.25,
+        "scale_tokens": 0.03125,
+        "warm_start": True,
+        "no_subagents": False,
+        "gap_cap": 300.0,
+        "client": "aiperf",
+        "trace": "a.jsonl",
+    }
+    assert {name: (type(told[name]), told[name]) for name in expected} == {
+        name: (type(value), value) for name, value in expected.items()
+    }
+    assert "secret" not in told.values()
+    assert not {"duration", "turns", "model"} & told.keys()
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

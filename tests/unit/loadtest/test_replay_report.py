@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -46,7 +47,7 @@ def exchange(
             gap_seconds=gaps,
             total_seconds=first + sum(gaps),
             usage=Usage(prompt, 10, cached) if is_ok and has_usage else None,
-            placement=Placement("w", rank, "home", expected) if rank else None,
+            placement=Placement(rank, "w", "home", expected) if rank else None,
         ),
     )
 
@@ -139,6 +140,15 @@ def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> N
         assert percentile(ordered, share) == pytest.approx(cut, abs=1e-6)
 
 
+def test_a_worker_asked_directly_has_ranks_and_no_reasons() -> None:
+    """Its answers name the rank only: shares are told, reasons and expectations are not."""
+    one = exchange(cached=50)
+    served = [replace(one, answer=replace(one.answer, placement=Placement(rank))) for rank in ("0", "1", "1")]
+    report = summarise(log_of(*served))
+    assert [(rank.name, rank.requests) for rank in report.ranks] == [("rank 0", 1), ("rank 1", 2)]
+    assert (report.reasons, report.hit_ratio.expected) == ({}, None)
+
+
 def test_imbalance_is_largest_over_mean() -> None:
     """(6, 2, 1) has mean 3; one rank or no load has none."""
     assert imbalance([6, 2, 1]) == 2.0
@@ -151,7 +161,7 @@ def test_a_report_survives_json() -> None:
     report = summarise(
         log_of(exchange(rank="0", cached=5, gaps=(0.1,)), exchange(outcome=Outcome.RESET)),
         label="a",
-        settings={"seed": "1"},
+        settings={"seed": 1, "warm_start": False, "gap_cap": 0.5, "client": "codex"},
     )
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
