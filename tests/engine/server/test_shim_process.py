@@ -197,3 +197,12 @@ def test_needle_over_http() -> None:
         chat = {"messages": [{"role": "user", "content": stated + "tell me key-0401"}], "temperature": 0}
         streamed = client.post("/v1/chat/completions", json=chat | {"stream": True, "max_tokens": 8}).text
         assert "val-0007" in streamed
+
+
+def test_sim_answers_need_not_end_by_themselves() -> None:
+    """With --sim-output-tokens 0 a chat without limits goes on to the end of the context."""
+    options = (*SIM, "--sim-decode-step", "0", "--sim-output-tokens", "0", "--max-context-tokens", "400")
+    with running_shim(*options) as shim:
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        answer = httpx.post(f"{shim.url}/v1/chat/completions", json=chat, timeout=20).json()
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", 400)
