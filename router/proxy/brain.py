@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 import msgspec
 
+from router.core.admission import Admission, AdmissionParameters, Visit
 from router.core.cost import CostParameters
 from router.core.load import Claim
 from router.core.pace import judge
@@ -19,6 +20,7 @@ from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
 from router.errors import NoWorker
 from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet, Member
+from router.proxy.holding import HeldRequest, Holding
 from router.proxy.models import Models
 from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys
 from router.proxy.promises import Promise, Promises, counts_at_dispatch
@@ -50,6 +52,9 @@ class RouterBrain(Models):
         )
         self._rng = random.Random(settings.seed)
         self._seen: dict[str, SeenPrefixes] = {}
+        self._holding = (
+            Holding(Admission(AdmissionParameters()), fleet, metrics) if settings.admission == "guarded" else None
+        )
         self._promises = Promises(fleet, special_ids=self.special_ids)
 
     def ready(self) -> bool:
@@ -138,6 +143,22 @@ class RouterBrain(Models):
             plain_seed=plain_seed,
         )
 
+    def hold(self, prepared: PreparedRequest, go: Callable[[], None]) -> HeldRequest | None:
+        """Whether the request must wait for room in the caches; ``go`` is called when there is."""
+        if self._holding is None:
+            return None
+
+        def gone(slots: frozenset[int] | None) -> None:
+            prepared.allowed = slots
+            go()
+
+        request = self._route(prepared, exclude=frozenset(), now=self._fleet.clock())
+        answer = self._holding.offer(request, gone)
+        if isinstance(answer, HeldRequest):
+            return answer
+        prepared.allowed = answer
+        return None
+
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
         fleet = self._fleet
@@ -154,6 +175,8 @@ class RouterBrain(Models):
         member = fleet.member(decision.slot)
         fleet.breakers.sent(decision.slot, now=now)
         lease = self._open(prepared, decision, member, now=now)
+        if self._holding is not None:
+            lease.visit = self._holding.started(request, decision.slot)
         self._note(lease, request, now=now)
         return Attempt(target=member.target, decision=decision, lease=lease)
 
@@ -162,11 +185,14 @@ class RouterBrain(Models):
         view = self._fleet.view
         failing = self._fleet.breakers.closed_to(now=now)
         if failing:
-            sound = frozenset(rank.slot for rank in view.ranks if rank.slot not in failing)
-            decision = self._policy(view, msgspec.structs.replace(request, allowed=sound), self._rng, now)
-            if decision is not None:
+            allowed = request.allowed if request.allowed is not None else {rank.slot for rank in view.ranks}
+            sound = msgspec.structs.replace(request, allowed=frozenset(allowed) - failing)
+            if (decision := self._policy(view, sound, self._rng, now)) is not None:
                 return decision
-        return self._policy(view, request, self._rng, now)
+        decision = self._policy(view, request, self._rng, now)
+        if decision is None and request.allowed is not None:  # the ranks it was admitted to cannot serve it now
+            return self._policy(view, msgspec.structs.replace(request, allowed=None), self._rng, now)
+        return decision
 
     def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
         """What the policy is asked, as of now."""
@@ -180,6 +206,7 @@ class RouterBrain(Models):
             session=prepared.session,
             home=home,
             exclude=exclude,
+            allowed=prepared.allowed,
         )
 
     def _note(self, lease: _Lease, request: RouteRequest, *, now: float) -> None:
@@ -256,6 +283,8 @@ class RouterBrain(Models):
             lease.noted.first_token_seconds = self._fleet.clock() - lease.noted.started
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
+        if self._holding is not None and lease.visit is not None:
+            self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
         if served is not None and lease.prepared.tokens is not None:
             lease.member.learner.observe(
@@ -276,7 +305,7 @@ class RouterBrain(Models):
             shared = self._fleet.shared.home(prepared.model, prepared.session)
             if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
                 self._tell_home(prepared, lease.member)
-        if outcome in (Outcome.OK, Outcome.CLIENT_GONE):
+        if outcome in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE):
             if promise := self._promises.output(lease.member, prepared, output):
                 lease.promises.append(promise)
             elif usage is not None:
@@ -294,6 +323,10 @@ class RouterBrain(Models):
             if usage is not None:
                 lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
             self.decisions.close(prepared.decided, lease.noted)
+        if self._holding is not None and lease.visit is not None:
+            cached_tokens = usage.cached_tokens if usage is not None and outcome is Outcome.OK else None
+            ideal_tokens = prepared.ideal_tokens if prepared.tokens is not None else None
+            self._holding.finished(lease.visit, cached_tokens=cached_tokens, ideal_tokens=ideal_tokens)
 
     def _compare(self, lease: _Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
         metrics, member, decision = self._metrics, lease.member, lease.decision
@@ -318,7 +351,7 @@ class RouterBrain(Models):
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
-    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "noted", "prepared", "promises")
+    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "noted", "prepared", "promises", "visit")
 
     def __init__(
         self,
@@ -337,6 +370,7 @@ class _Lease:
         self.claim = claim
         self.binding = binding
         self.noted: Attempted | None = None
+        self.visit: Visit | None = None
         self.promises: list[Promise] = []
 
     def first_byte(self) -> None:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from router.errors import Dialect, RequestError
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from router.errors import Dialect, NoWorker, RequestError
 from router.proxy.instruments import Instruments
 from router.proxy.server import ClientConnection
+from router.proxy.types import Outcome, Stage
 from router.telemetry.tracing import Trace
 from router.wire import headers as names
+from router.wire import openai
 from router.wire.http1 import HttpRequest
 from router.wire.openai import Endpoint
 
 #: Whose requests are where no API key names a tenant.
-TENANT = "default"
+TENANT: Final = "default"
+#: nginx's status for a client that has left; in metrics only, nobody is sent it.
+_CLIENT_CLOSED_REQUEST: Final = 499
 
 
 class Exchange:
     """One request and its answer. Whoever answers it calls ``finish`` or ``fail``, once.
 
     ``endpoint`` is None for what the router answers itself, ``trace`` where none is asked for; ``status`` is set when
-    the answer begins.
+    the answer begins; ``on_finish`` is called at the end.
     """
 
     __slots__ = (
+        "_deadline",
         "_instruments",
         "_path",
+        "_stage",
+        "_ticking",
         "client",
         "endpoint",
+        "is_held_open",
+        "on_finish",
         "request",
         "request_id",
         "started_seconds",
@@ -53,8 +66,14 @@ class Exchange:
         self.tenant = TENANT
         self.trace: Trace | None = None
         self.status = 0
+        self.on_finish: Callable[[], None] | None = None
+        #: Comments have been sent: a stream is open, and what follows can only be events.
+        self.is_held_open = False
         self._instruments = instruments
         self._path = path
+        self._stage: Stage | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._ticking: asyncio.TimerHandle | None = None
         instruments.inflight += 1
 
     @property
@@ -67,15 +86,72 @@ class Exchange:
         """The header that tells the client its request's id."""
         return b"%b: %b\r\n" % (names.REQUEST_ID, self.request_id)
 
+    # --- while it lasts -------------------------------------------------------------------------
+
+    def attach(self, stage: Stage) -> None:
+        """``stage`` has it now, and hears of its end."""
+        self._stage = stage
+        self.client.attach(self)
+
+    def pause(self) -> None:
+        """The client does not keep up."""
+        if self._stage is not None:
+            self._stage.pause()
+
+    def resume(self) -> None:
+        """The client has caught up."""
+        if self._stage is not None:
+            self._stage.resume()
+
+    def cancel(self) -> None:
+        """The client has gone, or the router goes."""
+        self.status = _CLIENT_CLOSED_REQUEST
+        self._give_up(NoWorker("The router is shutting down.", code="shutting_down"), Outcome.CLIENT_GONE)
+
+    def expire_after(self, seconds: float, error: RequestError) -> None:
+        """Give up with ``error`` when the client will wait no longer."""
+        self._deadline = self.client.loop.call_later(seconds, self._give_up, error, Outcome.DEADLINE)
+
+    def _give_up(self, error: RequestError, outcome: Outcome) -> None:
+        if self._stage is not None:
+            self._stage.give_up(error, outcome)
+
+    def comment_every(self, seconds: float, position: Callable[[], int | None]) -> None:
+        """Until the answer comes, keep a stream open with comments, so that nothing on the way cuts it for silence."""
+        self._ticking = self.client.loop.call_later(seconds, self._comment, seconds, position)
+
+    def _comment(self, seconds: float, position: Callable[[], int | None]) -> None:
+        client = self.client
+        if not client.begun:
+            self.is_held_open = True
+            self.status = 200
+            lines = b"content-type: text/event-stream\r\ncache-control: no-cache\r\n" + self.id_line
+            client.start(b"HTTP/1.1 200 OK\r\n", lines, has_length=False)
+        client.write(b": waiting, position %d\n\n" % (position() or 0))
+        self.comment_every(seconds, position)
+
+    def stop_comments(self) -> None:
+        """The answer comes."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
+    # --- its end --------------------------------------------------------------------------------
+
     def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless an answer has begun: then the connection breaks off."""
-        known = error if isinstance(error, RequestError) else RequestError("")
-        self._instruments.error(known.code)
-        if self.trace is not None:
-            self.trace.failed(known.code)
-        if not self.client.begun:
-            self.status = known.status
-            self.client.answer_error(error, lines=self.id_line, dialect=self.dialect)
+        """Answer with an error, in a stream that has been kept open as its last event."""
+        client = self.client
+        if not client.gone:
+            known = error if isinstance(error, RequestError) else RequestError("The router failed on this request.")
+            self._instruments.error(known.code)
+            if self.trace is not None:
+                self.trace.failed(known.code)
+            if not client.begun:
+                self.status = known.status
+                client.answer_error(error, lines=self.id_line, dialect=self.dialect)
+            elif self.is_held_open and self.endpoint is not None:
+                client.write(openai.error_event(known, self.endpoint, number=0))
+                client.end()
         self.finish()
 
     def finish(self) -> None:
@@ -83,6 +159,12 @@ class Exchange:
         instruments = self._instruments
         instruments.inflight -= 1
         instruments.request(self._path, self.status, seconds=self.client.clock() - self.started_seconds)
+        self._stage = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.stop_comments()
         if self.trace is not None:
             self.trace.end(self.status)
+        if self.on_finish is not None:
+            self.on_finish()
         self.client.finished()

@@ -1,20 +1,18 @@
 """One inference request: decide, send, relay; elsewhere again if nothing has reached the client yet.
 
-Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: the brain, a connection, the client.
+Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: a connection, the client, a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
-from typing import Final, TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
 from router.core.retry import RetryBudget
-from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
-from router.proxy import eager
+from router.errors import NoWorker, RequestError, UpstreamFailed
+from router.proxy.answers import REFUSALS, Refusal, error_of, outcome_of
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
 from router.proxy.outbound import Outbound, Writer
@@ -23,14 +21,7 @@ from router.proxy.types import Attempt, Brain, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
 from router.wire import headers as names
-from router.wire import http1, openai
-
-T = TypeVar("T")
-
-#: nginx's status for a client that has left; in metrics only, nobody is sent it.
-CLIENT_CLOSED_REQUEST: Final = 499
-#: A worker's refusal longer than this is not kept for passing on.
-_MAX_REFUSAL_BYTES: Final = 256 * 1024
+from router.wire import http1
 
 
 class Forwarder:
@@ -42,53 +33,24 @@ class Forwarder:
         pool: UpstreamPool,
         *,
         settings: UpstreamSettings,
-        rules: names.ForwardingRules,
         instruments: Instruments,
         log: FilteringBoundLogger,
     ) -> None:
         self.brain = brain
         self.pool = pool
         self.settings = settings
-        self.rules = rules
         self.instruments = instruments
         self.log = log
         self.writer = Writer()
         self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
 
-    def forward(self, exchange: Exchange) -> None:
-        """Answer the request, now or later."""
-        self.retries.earn()
-        Forwarding(self, exchange).begin()
-
-
-class Refusal:
-    """A worker's whole answer that is better asked of another rank first."""
-
-    __slots__ = ("_pieces", "head", "lines", "size")
-
-    def __init__(self, head: AnswerHead, lines: bytes) -> None:
-        self.head = head
-        self.lines = lines
-        self.size = 0
-        self._pieces: list[bytes] = []
-
-    def add(self, data: bytes) -> bool:
-        """Keep a piece of the body; False when it has become too long."""
-        self.size += len(data)
-        self._pieces.append(data)
-        return self.size <= _MAX_REFUSAL_BYTES
-
-    @property
-    def body(self) -> bytes:
-        """All of it."""
-        return b"".join(self._pieces)
-
 
 class Forwarding:
-    """One inference request until its answer has ended."""
+    """One inference request from its first attempt to the end of its answer."""
 
     __slots__ = (
         "_attempt",
+        "_connecting",
         "_connection",
         "_exchange",
         "_excluded",
@@ -101,20 +63,19 @@ class Forwarding:
         "_prepared",
         "_refusal",
         "_relay",
-        "_task",
         "on_body",
     )
     on_body: Callable[[bytes], None]
 
-    def __init__(self, forwarder: Forwarder, exchange: Exchange) -> None:
+    def __init__(self, forwarder: Forwarder, exchange: Exchange, prepared: Prepared, outbound: Outbound) -> None:
         self._forwarder = forwarder
         self._exchange = exchange
-        self._task: asyncio.Task[object] | None = None
-        self._prepared: Prepared | None = None
-        self._outbound: Outbound | None = None
+        self._prepared = prepared
+        self._outbound = outbound
         # The attempt under way:
         self._number = 0
         self._attempt: Attempt | None = None
+        self._connecting: asyncio.Task[UpstreamConnection | Failure] | None = None
         self._connection: UpstreamConnection | None = None
         self._is_kept = False
         self._relay: Relay | None = None
@@ -124,63 +85,19 @@ class Forwarding:
         self._excluded: frozenset[int] = frozenset()
         self._last: Refusal | Failure | None = None
 
-    # --- before an attempt ----------------------------------------------------------------------
-
     def begin(self) -> None:
-        """Take it on."""
+        """Send it."""
+        self._exchange.attach(self)
+        self._forwarder.retries.earn()
         try:
-            self._prepare()
+            self._next()
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
-
-    def _prepare(self) -> None:
-        """Read the request and have it prepared."""
-        exchange, forwarder = self._exchange, self._forwarder
-        assert exchange.endpoint is not None, "the router answers this itself"
-        request = exchange.request
-        inference = openai.parse_request(exchange.endpoint, request.body)
-        headers = names.as_text(request.headers)
-        headers["x-request-id"] = exchange.request_id.decode("ascii")
-        lines = forwarder.rules.request_lines(request.headers) + exchange.id_line
-        if exchange.trace is not None:
-            lines += exchange.trace.lines()
-        self._outbound = Outbound(inference, request.target, lines)
-        exchange.client.attach(self)
-        loop = exchange.client.loop
-        prepared = eager.start(forwarder.brain.prepare(inference, headers, tenant=exchange.tenant), loop)
-        if isinstance(prepared, asyncio.Task):
-            self._wait(prepared, self._ready)
-        else:
-            self._ready(prepared)
-
-    def _wait(self, task: asyncio.Task[T], then: Callable[[T], None]) -> None:
-        self._task = task
-        task.add_done_callback(partial(self._waited, then))
-
-    def _waited(self, then: Callable[[T], None], task: asyncio.Task[T]) -> None:
-        if task is not self._task:
-            return _discard(task)  # the request was given up
-        self._task = None
-        if task.cancelled():
-            return self.cancel()
-        try:
-            then(task.result())
-        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
-            self._crash(error)
-
-    def _ready(self, prepared: Prepared) -> None:
-        outbound = self._outbound
-        assert outbound is not None
-        if prepared.model != outbound.inference.model:  # an alias
-            outbound.inference = openai.with_model(outbound.inference, prepared.model)
-        self._prepared = prepared
-        self._next()
 
     # --- an attempt -----------------------------------------------------------------------------
 
     def _next(self) -> None:
         """Try the best rank that has not failed, or give up."""
-        assert self._prepared is not None
         forwarder, exchange = self._forwarder, self._exchange
         if self._number == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
             return self._give_up()
@@ -209,17 +126,29 @@ class Forwarding:
     def _connect(self) -> None:
         assert self._attempt is not None
         connecting = self._forwarder.pool.connect(self._attempt.target)
-        self._wait(self._exchange.client.loop.create_task(connecting), self._connected)
+        self._connecting = self._exchange.client.loop.create_task(connecting)
+        self._connecting.add_done_callback(self._connected)
 
-    def _connected(self, connection: UpstreamConnection | Failure) -> None:
-        if isinstance(connection, Failure):
-            return self._fail(connection)
-        self._is_kept = False
-        return self._send(connection)
+    def _connected(self, task: asyncio.Task[UpstreamConnection | Failure]) -> None:
+        if task.cancelled():
+            return
+        connection = task.result()
+        if task is not self._connecting:  # the request was given up at the last moment
+            if isinstance(connection, UpstreamConnection):
+                connection.close()
+            return
+        self._connecting = None
+        try:
+            if isinstance(connection, Failure):
+                self._fail(connection)
+            else:
+                self._is_kept = False
+                self._send(connection)
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
 
     def _send(self, connection: UpstreamConnection) -> None:
         assert self._attempt is not None
-        assert self._outbound is not None
         self._connection = connection
         head, body = self._forwarder.writer.message(self._outbound, self._attempt.target)
         connection.send(head, body, self)
@@ -249,7 +178,8 @@ class Forwarding:
     def on_answer(self, head: AnswerHead) -> None:
         """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
         try:
-            if _outcome(head.status) in _REFUSALS:
+            self._exchange.stop_comments()
+            if outcome_of(head.status) in REFUSALS or (self._exchange.is_held_open and not _is_good_stream(head)):
                 self._refusal = Refusal(head, self._decision_lines())
                 self.on_body = self._collect
             else:
@@ -286,17 +216,17 @@ class Forwarding:
         if not self._refusal.add(data):
             self._connection.close()
             cause = "the worker's error was too long to be kept"
-            self.on_end(Failure(_outcome(self._refusal.head.status), cause, answered=True))
+            self.on_end(Failure(outcome_of(self._refusal.head.status), cause, answered=True))
 
     def _refused(self, refusal: Refusal, failure: Failure | None) -> None:
         self._refusal = None
         if failure is not None:
             return self._fail(failure)
-        outcome = _outcome(refusal.head.status)
+        outcome = outcome_of(refusal.head.status)
         self._log_failure(outcome, f"the worker answered {refusal.head.status}")
         self._last = refusal
         self._close_attempt(outcome)
-        return self._next()
+        return self._next() if outcome in REFUSALS else self._give_up()
 
     # --- an answer ------------------------------------------------------------------------------
 
@@ -304,23 +234,23 @@ class Forwarding:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
-        is_stream = head.content_type.startswith(b"text/event-stream") and not head.encoded
+        is_stream = _is_stream(head)
         relay = Relay(client, exchange.endpoint, is_stream=is_stream)
-        self._is_open_ended = is_stream and not head.has_length
+        self._is_open_ended = is_stream and (exchange.is_held_open or not head.has_length)
         exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
         if head.status < 400:
             attempt.lease.first_byte()
             if is_stream:
-                assert self._prepared is not None
                 seconds = relay.began_seconds - exchange.started_seconds
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
-        client.start(
-            http1.status_line(head.status, head.reason),
-            names.response_lines(head.headers) + self._decision_lines(),
-            has_length=head.has_length,
-        )
+        if not client.begun:
+            client.start(
+                http1.status_line(head.status, head.reason),
+                names.response_lines(head.headers) + self._decision_lines(),
+                has_length=head.has_length,
+            )
         return relay
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
@@ -328,9 +258,8 @@ class Forwarding:
         if failure is None:
             relay.end()
             if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:
-                assert self._prepared is not None
                 forwarder.instruments.inter_token(self._prepared.model, seconds=seconds)
-            self._close_attempt(_outcome(exchange.status))
+            self._close_attempt(outcome_of(exchange.status))
         else:
             self._log_failure(failure.outcome, failure.cause)
             self._close_attempt(failure.outcome)
@@ -351,7 +280,9 @@ class Forwarding:
         exchange, last = self._exchange, self._last
         if not isinstance(last, Refusal):
             assert last is not None
-            return exchange.fail(_error(last))
+            return exchange.fail(error_of(last))
+        if exchange.client.begun:
+            return exchange.fail(UpstreamFailed(f"The worker answered {last.head.status}."))
         lines = last.lines + names.response_lines(
             header for header in last.head.headers if header[0].lower() != names.CONTENT_LENGTH
         )
@@ -369,7 +300,7 @@ class Forwarding:
             self._attempt.decision, attempt=self._number, id_line=self._exchange.id_line
         )
 
-    # --- called by the client -------------------------------------------------------------------
+    # --- called for the client ------------------------------------------------------------------
 
     def pause(self) -> None:
         """The client does not keep up."""
@@ -381,23 +312,19 @@ class Forwarding:
         if self._connection is not None:
             self._connection.resume()
 
-    def cancel(self) -> None:
-        """The client has gone, or the router goes."""
-        exchange, client = self._exchange, self._exchange.client
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-        if self._attempt is not None:
-            self._close_attempt(Outcome.CLIENT_GONE)
-        exchange.status = CLIENT_CLOSED_REQUEST
-        going = NoWorker("The router is shutting down.", code="shutting_down")
-        if client.gone:
-            exchange.finish()
-        elif self._relay is not None:
-            self._break_off(self._relay, going)
-            exchange.finish()
+    def give_up(self, error: RequestError, outcome: Outcome) -> None:
+        """The client has gone, its time is over, or the router goes."""
+        exchange, relay = self._exchange, self._relay
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        self._close_attempt(outcome)
+        if relay is None:
+            exchange.fail(error)
         else:
-            exchange.fail(going)
+            if not exchange.client.gone:
+                self._break_off(relay, error)
+            exchange.finish()
 
     # --- what goes wrong ------------------------------------------------------------------------
 
@@ -420,24 +347,9 @@ class Forwarding:
         )
 
 
-def _discard(task: asyncio.Task[T]) -> None:
-    """Nobody waits for this any more, but a connection may have been made at the last moment."""
-    if not task.cancelled() and task.exception() is None and isinstance(result := task.result(), UpstreamConnection):
-        result.close()
+def _is_stream(head: AnswerHead) -> bool:
+    return head.content_type.startswith(b"text/event-stream") and not head.encoded
 
 
-_REFUSALS: Final = frozenset({Outcome.PUSHBACK, Outcome.SERVER_ERROR})
-
-
-def _outcome(status: int) -> Outcome:
-    if status < 400:
-        return Outcome.OK
-    if status in (429, 503):
-        return Outcome.PUSHBACK
-    return Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
-
-
-def _error(failure: Failure) -> RequestError:
-    """What the client is told when no attempt brought an answer."""
-    kind = UpstreamTimeout if failure.outcome is Outcome.TIMEOUT else UpstreamFailed
-    return kind(f"No worker answered; last cause: {failure.cause}.")
+def _is_good_stream(head: AnswerHead) -> bool:
+    return head.status < 400 and _is_stream(head)

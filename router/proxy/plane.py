@@ -15,6 +15,7 @@ from structlog.typing import FilteringBoundLogger
 
 from router.core.keys import Keyring, Role
 from router.errors import MethodNotAllowed, NotFound, RequestError
+from router.proxy.arrival import Arrivals
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder
 from router.proxy.instruments import Instruments
@@ -22,7 +23,7 @@ from router.proxy.limits import ConnectionLimits
 from router.proxy.server import ClientConnection
 from router.proxy.types import Brain
 from router.proxy.upstream import UpstreamPool
-from router.settings import ServerSettings, UpstreamSettings
+from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire import headers as names
@@ -82,6 +83,7 @@ class DataPlane:
         keyring: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
+        queue_settings: QueueSettings | None = None,
     ) -> None:
         """``keyring`` None: everybody may come in."""
         self.settings = server_settings
@@ -100,19 +102,18 @@ class DataPlane:
             connections=lambda: len(self._clients),
         )
         self._pool = UpstreamPool(upstream_settings)
-        self._forwarder = Forwarder(
-            brain,
-            self._pool,
-            settings=upstream_settings,
+        self._arrivals = Arrivals(
+            Forwarder(brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log),
+            settings=queue_settings or QueueSettings(),
             rules=names.ForwardingRules.of(
                 credentials=upstream_settings.forward_credentials,
                 forward=upstream_settings.forward_headers,
                 drop=upstream_settings.drop_headers,
                 traced=tracing is not None,
             ),
-            instruments=self._instruments,
             log=log,
         )
+        metrics.queued.set_function(lambda: self._arrivals.queued)
         self._clients: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._draining = False
@@ -231,7 +232,7 @@ class DataPlane:
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
             raise NotFound("There is no such path.")
         if exchange.endpoint is not None and method == "POST":
-            return self._forwarder.forward(exchange)
+            return self._arrivals.take(exchange)
         allowed = ("POST", "OPTIONS") if isinstance(route, Endpoint) else ("GET", "HEAD", "OPTIONS")
         if method == "OPTIONS":
             return self._answer_empty(exchange, allow=", ".join(allowed))

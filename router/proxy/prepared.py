@@ -34,6 +34,8 @@ class PreparedRequest:
     text_keys: Sequence[int] = ()
     ideal_tokens: int = 0
     decided: Decided | None = None
+    #: Where admission lets it go; None: anywhere.
+    allowed: frozenset[int] | None = None
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def know_keys(self, keys: Mapping[Chain, Sequence[int]]) -> None:

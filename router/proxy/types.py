@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -10,6 +10,7 @@ import msgspec
 
 from router.core.breaker import Verdict
 from router.core.types import Decision
+from router.errors import RequestError
 from router.fleet.target import Target
 from router.wire.openai import InferenceRequest, Usage
 
@@ -26,6 +27,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
     PROTOCOL = "protocol"  # the worker's answer is not HTTP
     CLIENT_GONE = "client_gone"
+    DEADLINE = "deadline"  # the client's own time was over
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
 
@@ -40,6 +42,7 @@ _VERDICTS: Final = {
     Outcome.CLIENT_ERROR: Verdict.GOOD,
     Outcome.PUSHBACK: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,
+    Outcome.DEADLINE: Verdict.NEITHER,
 }
 
 
@@ -68,11 +71,37 @@ class Prepared(Protocol):
     def model(self) -> str: ...
 
 
+class Held(Protocol):
+    """A request that waits for room in the caches."""
+
+    def position(self) -> int | None:
+        """Place in the queue, 1 at its head."""
+
+    def leave(self) -> None:
+        """Wait no longer."""
+
+
+class Stage(Protocol):
+    """What is being done for a request. It ends in the exchange's ``finish`` or ``fail``."""
+
+    def pause(self) -> None:
+        """The client does not keep up: stall what its answer comes from."""
+
+    def resume(self) -> None:
+        """The client has caught up."""
+
+    def give_up(self, error: RequestError, outcome: Outcome) -> None:
+        """End now. ``error`` is for the client, if it is still there; ``outcome`` is the attempt's."""
+
+
 class Brain(Protocol):
     """The decision side of the router as the data plane sees it."""
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Prepared:
         """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""
+
+    def hold(self, prepared: Prepared, go: Callable[[], None]) -> Held | None:
+        """Whether the request must wait; None: it may be sent. ``go`` is called when it may."""
 
     def choose(self, prepared: Prepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide and open a lease. ``exclude`` holds slots that failed this request. Raises ``NoWorker``."""

@@ -50,6 +50,7 @@ class Metrics:
         )
         self.client_disconnects = counter("client_disconnects", "Clients that left before their answer ended.")
         self.connections = gauge("connections", "Open client connections.")
+        self.queued = gauge("queued_requests", "Requests that wait for their turn at queue.max_inflight.")
         self.inflight = gauge("inflight_requests", "Requests being served now.")
 
         # Decisions
@@ -67,6 +68,12 @@ class Metrics:
             "Prompts by how they were keyed: engine tokens (exact), a worker's tokens, text (approximate), none.",
             ("keyed",),
         )
+        self.admissions = counter(
+            "admissions", "Requests by what working-set admission said of them: why they passed or were held.", ("why",)
+        )
+        self.held_requests = gauge("admission_held_requests", "Requests that wait for room in the caches.")
+        self.hold_seconds = histogram("admission_hold_seconds", "How long released requests had waited for room.")
+        self.admission_on = gauge("admission_on", "1 while holding is judged to be of use.")
         self.sessions = gauge("sessions", "Sessions with a home.")
 
         # Cache reuse: the loop that compares what was promised with what was
@@ -126,6 +133,7 @@ class Metrics:
         self.index_blocks = gauge("index_blocks", "Blocks the index believes resident on a rank.", RANK)
         self.index_orphans = gauge("index_orphan_blocks", "Stored blocks whose parent has not been seen.", RANK)
         self.index_entries = gauge("index_entries", "Distinct blocks in the index.")
+        self.index_evicted = gauge("index_evicted_blocks", "Blocks forgotten because the index was full.")
 
         # State shared by several routers
         self.shared_up = gauge(

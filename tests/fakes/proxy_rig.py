@@ -19,7 +19,7 @@ from router.errors import NotFound, NoWorker
 from router.fleet.target import Target
 from router.proxy.plane import DataPlane
 from router.proxy.types import Attempt, Outcome
-from router.settings import ServerSettings, UpstreamSettings
+from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire.openai import InferenceRequest, Usage
@@ -71,6 +71,9 @@ class FakeBrain:
         if request.model not in ("m", "alias"):
             raise NotFound(f"The model '{request.model}' does not exist.", code="model_not_found", param="model")
         return FakePrepared("m")
+
+    def hold(self, prepared: FakePrepared, go: Callable[[], None]) -> None:
+        """Nothing is held."""
 
     def choose(self, prepared: FakePrepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         for slot, target in enumerate(self.targets):
@@ -141,6 +144,7 @@ async def rig(
     keyring: Keyring | None = None,
     tls: ssl.SSLContext | None = None,
     tracing: Tracing | None = None,
+    queue: QueueSettings | None = None,
 ) -> AsyncIterator[Rig]:
     """A data plane before ``targets``. It must be quiet in the end, and leave no connection and no task."""
     before = asyncio.all_tasks()
@@ -149,13 +153,22 @@ async def rig(
     log = structlog.wrap_logger(structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(0))
     settings = server or ServerSettings(port=0)
     plane = DataPlane(
-        brain, metrics, settings, upstream or UpstreamSettings(), log, keyring=keyring, tls=tls, tracing=tracing
+        brain,
+        metrics,
+        settings,
+        upstream or UpstreamSettings(),
+        log,
+        keyring=keyring,
+        tls=tls,
+        tracing=tracing,
+        queue_settings=queue,
     )
     port = await plane.start()
     try:
         yield Rig(plane, brain, metrics, port)
         await until(lambda: plane.open_connections[0] == 0)
-        left = {task for task in asyncio.all_tasks() - before if "_serve_queue" in repr(task)}
+        names = ("UpstreamPool.connect", "_go_on")
+        left = {task for task in asyncio.all_tasks() - before if any(name in repr(task) for name in names)}
         assert not left, "tasks outlived their requests"
         assert all(len(lease.closed) == 1 for lease in brain.leases), brain.outcomes
         assert metrics.registry.get_sample_value("homing_inflight_requests") == 0

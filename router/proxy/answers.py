@@ -1,0 +1,53 @@
+"""What a worker's answer means for the request it answers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from router.errors import RequestError, UpstreamFailed, UpstreamTimeout
+from router.proxy.types import Outcome
+from router.proxy.upstream import AnswerHead, Failure
+
+#: A worker's refusal longer than this is not kept for passing on.
+_MAX_REFUSAL_BYTES: Final = 256 * 1024
+#: Better asked of another rank first.
+REFUSALS: Final = frozenset({Outcome.PUSHBACK, Outcome.SERVER_ERROR})
+
+
+class Refusal:
+    """A worker's whole answer that is not passed on as it comes."""
+
+    __slots__ = ("_pieces", "head", "lines", "size")
+
+    def __init__(self, head: AnswerHead, lines: bytes) -> None:
+        """``lines`` say where it came from."""
+        self.head = head
+        self.lines = lines
+        self.size = 0
+        self._pieces: list[bytes] = []
+
+    def add(self, data: bytes) -> bool:
+        """Keep a piece of the body; False when it has become too long."""
+        self.size += len(data)
+        self._pieces.append(data)
+        return self.size <= _MAX_REFUSAL_BYTES
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return b"".join(self._pieces)
+
+
+def outcome_of(status: int) -> Outcome:
+    """How an attempt ended that was answered with ``status``."""
+    if status < 400:
+        return Outcome.OK
+    if status in (429, 503):
+        return Outcome.PUSHBACK
+    return Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
+
+
+def error_of(failure: Failure) -> RequestError:
+    """What the client is told when no attempt brought an answer."""
+    kind = UpstreamTimeout if failure.outcome is Outcome.TIMEOUT else UpstreamFailed
+    return kind(f"No worker answered; last cause: {failure.cause}.")

@@ -1,0 +1,213 @@
+"""A request from being read to being sent: its terms, its place at the gate, its prompt, and whether it must wait.
+
+Nothing here waits. An ``Arrival`` is driven by whoever has news for it: the gate, the brain, the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from structlog.typing import FilteringBoundLogger
+
+from router.core.fair_queue import Priority
+from router.errors import BadRequest, RequestError, UpstreamTimeout
+from router.proxy import eager
+from router.proxy.exchange import Exchange
+from router.proxy.forward import Forwarder, Forwarding
+from router.proxy.gate import Gate, refusal
+from router.proxy.outbound import Outbound
+from router.proxy.types import Outcome, Prepared
+from router.settings import QueueSettings
+from router.wire import headers as names
+from router.wire import openai
+
+
+class Arrivals:
+    """What all requests share until they are sent."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        *,
+        settings: QueueSettings,
+        rules: names.ForwardingRules,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.forwarder = forwarder
+        self.settings = settings
+        self.rules = rules
+        self.log = log
+        self.gate = (
+            Gate(
+                max_inflight=settings.max_inflight,
+                max_queued=settings.max_queued,
+                queue_seconds=settings.queue_seconds,
+            )
+            if settings.max_inflight
+            else None
+        )
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait at the gate."""
+        return self.gate.queued if self.gate is not None else 0
+
+    def take(self, exchange: Exchange) -> None:
+        """Answer the request, now or later."""
+        Arrival(self, exchange).begin()
+
+
+class Arrival:
+    """One request that has not been sent yet."""
+
+    __slots__ = ("_arrivals", "_exchange", "_headers", "_leave", "_outbound", "_timer")
+
+    def __init__(self, arrivals: Arrivals, exchange: Exchange) -> None:
+        self._arrivals = arrivals
+        self._exchange = exchange
+        self._headers: dict[str, str] = {}
+        self._outbound: Outbound | None = None
+        #: Ends what is being waited for.
+        self._leave: Callable[[], object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Take it on."""
+        self._exchange.attach(self)
+        self._guarded(self._read_terms)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                request_id = self._exchange.request_id.decode()
+                self._arrivals.log.error("request failed", request_id=request_id, exc_info=error)
+            self._exchange.fail(error)
+
+    # --- its terms and its place ----------------------------------------------------------------
+
+    def _read_terms(self) -> None:
+        exchange = self._exchange
+        headers = self._headers = names.as_text(exchange.request.headers)
+        timeout_seconds = _timeout_seconds(headers)
+        if timeout_seconds is not None:
+            exchange.expire_after(timeout_seconds, UpstreamTimeout("The request's own time is over.", code="deadline"))
+        gate = self._arrivals.gate
+        if gate is None:
+            return self._prepare()
+        waiter = gate.enter(
+            exchange.client.loop,
+            tenant=exchange.tenant,
+            priority=_priority(headers),
+            go=self._go,
+            late=self._give_up,
+        )
+        if waiter is not None:
+            self._leave = waiter.leave
+            return None
+        exchange.on_finish = gate.leave
+        return self._prepare()
+
+    def _go(self) -> None:
+        """A place has been taken. Not at once: whoever left it is still about its own end."""
+        assert self._arrivals.gate is not None
+        self._exchange.on_finish = self._arrivals.gate.leave
+        self._leave = self._exchange.client.loop.call_soon(self._guarded, self._prepare).cancel
+
+    # --- its prompt -----------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Read the request and have it prepared."""
+        exchange, request, headers = self._exchange, self._exchange.request, self._headers
+        assert exchange.endpoint is not None, "the router answers this itself"
+        self._leave = None
+        inference = openai.parse_request(exchange.endpoint, request.body)
+        headers["x-request-id"] = exchange.request_id.decode("ascii")
+        lines = self._arrivals.rules.request_lines(request.headers) + exchange.id_line
+        if exchange.trace is not None:
+            lines += exchange.trace.lines()
+        self._outbound = Outbound(inference, request.target, lines)
+        brain = self._arrivals.forwarder.brain
+        prepared = eager.start(brain.prepare(inference, headers, tenant=exchange.tenant), exchange.client.loop)
+        if isinstance(prepared, asyncio.Task):
+            self._leave = prepared.cancel
+            prepared.add_done_callback(self._prepared)
+        else:
+            self._ready(prepared)
+
+    def _prepared(self, task: asyncio.Task[Prepared]) -> None:
+        if not task.cancelled():
+            self._guarded(lambda: self._ready(task.result()))
+
+    def _ready(self, prepared: Prepared) -> None:
+        outbound = self._outbound
+        assert outbound is not None
+        if prepared.model != outbound.inference.model:  # an alias
+            outbound.inference = openai.with_model(outbound.inference, prepared.model)
+        held = self._arrivals.forwarder.brain.hold(prepared, partial(self._guarded, partial(self._send, prepared)))
+        if held is None:
+            return self._send(prepared)
+        settings, loop = self._arrivals.settings, self._exchange.client.loop
+        self._leave = held.leave
+        self._timer = loop.call_later(settings.hold_seconds, self._held_too_long)
+        if outbound.inference.stream:
+            self._exchange.comment_every(settings.comment_seconds, held.position)
+        return None
+
+    def _held_too_long(self) -> None:
+        self._give_up(refusal("The request was held too long for want of cache.", code="held_too_long"))
+
+    def _send(self, prepared: Prepared) -> None:
+        assert self._outbound is not None
+        self._stop()
+        Forwarding(self._arrivals.forwarder, self._exchange, prepared, self._outbound).begin()
+
+    # --- called by the client -------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Nothing is on its way to the client."""
+
+    def resume(self) -> None:
+        """Nothing is on its way to the client."""
+
+    def give_up(self, error: RequestError, outcome: Outcome) -> None:
+        """The client has gone, its time is over, or the router goes."""
+        self._give_up(error)
+
+    def _give_up(self, error: RequestError) -> None:
+        leave = self._leave
+        self._stop()
+        if leave is not None:
+            leave()
+        self._exchange.fail(error)
+
+    def _stop(self) -> None:
+        self._leave = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _timeout_seconds(headers: Mapping[str, str]) -> float | None:
+    """How long the client will wait, if it says so."""
+    text = headers.get("x-request-timeout")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < 1e9:
+        raise BadRequest("x-request-timeout must be a positive number of seconds.", param="x-request-timeout")
+    return seconds
+
+
+def _priority(headers: Mapping[str, str]) -> Priority:
+    text = headers.get("x-request-priority", "normal")
+    try:
+        return Priority[text.upper()]
+    except KeyError:
+        raise BadRequest("x-request-priority must be high, normal or low.", param="x-request-priority") from None

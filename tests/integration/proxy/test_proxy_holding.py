@@ -1,0 +1,133 @@
+"""Conversations held while the caches have no room for them: visible, in order, and gone with their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from router.settings import QueueSettings, RoutingSettings
+from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Script, answer, chunk, event, stream_head
+from tests.fakes.fleet_rig import ASK, FleetRig
+from tests.fakes.proxy_rig import Client, until
+
+#: Each conversation is charged with its prompt and these; two do not fit the pool.
+BIG = {"max_tokens": 600}
+POOL_TOKENS = 1000
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+STREAM: Script = (stream_head(), chunk(DELTA), chunk(b"data: [DONE]\n\n"), chunk(b""))
+
+
+@asynccontextmanager
+async def _full(*scripts: Script, **queue: float) -> AsyncIterator[tuple[FleetRig, FaultWorker]]:
+    """One rank, whose pool is taken by the conversation of session 0. ``scripts`` are played from then on."""
+    routing = RoutingSettings(admission="guarded")
+    async with FaultWorker([OK, *(scripts or (OK,))]) as worker:
+        world = FleetRig(worker.port, routing=routing, queue=QueueSettings(**queue), pool_tokens=POOL_TOKENS)
+        await world.start()
+        try:
+            assert (await world.ask(0, **BIG)).status == 200
+            yield world, worker
+        finally:
+            await world.plane.drain(0)
+        assert world.count("homing_admission_held_requests") == 0
+        assert world.count("homing_inflight_requests") == 0
+
+
+async def _held(world: FleetRig, session: int, **fields: object) -> Client:
+    client = await world.connect()
+    before = world.count("homing_admission_held_requests")
+    await client.send({**ASK, **BIG, **fields}, headers={"x-session-id": f"s{session}"})
+    await until(lambda: world.count("homing_admission_held_requests") == before + 1)
+    return client
+
+
+async def test_a_new_conversation_waits_and_an_old_one_does_not() -> None:
+    """Held until another rank brings room; the admitted conversation's next turn passes meanwhile."""
+    async with _full() as (world, worker), FaultWorker() as other:
+        client = await _held(world, 1)
+        assert (await world.ask(0, **BIG)).status == 200
+        assert len(worker.requests) == 2
+        world.add_rank(other.port)
+        async with asyncio.timeout(3):
+            answer_ = await client.answer()
+        assert (answer_.status, answer_.body) == (200, OK_BODY)
+        assert answer_.headers["x-homing-worker"] == "w1"
+        assert world.count("homing_admission_hold_seconds_count") == 1
+        assert world.count("homing_admissions_total", why="budget") == 1
+        await client.close()
+
+
+async def test_held_for_too_long() -> None:
+    """After the longest wait the client is told to come again."""
+    async with _full(hold_seconds=0.1) as (world, worker):
+        answer_ = await world.ask(1, **BIG)
+        assert (answer_.status, answer_.error["code"]) == (429, "held_too_long")
+        assert int(answer_.headers["retry-after"]) >= 1
+        assert len(worker.requests) == 1
+
+
+async def test_who_leaves_is_held_no_more() -> None:
+    """A held client that goes away is forgotten at once, and the next in the queue moves up."""
+    async with _full(comment_seconds=0.05) as (world, _):
+        leaver = await _held(world, 1)
+        stayer = await _held(world, 2, stream=True)
+        await stayer.head()
+        assert await stayer.piece() == b": waiting, position 2\n\n"
+        began = time.monotonic()
+        await leaver.close()
+        await until(lambda: world.count("homing_admission_held_requests") == 1)
+        assert time.monotonic() - began < 0.5
+        async with asyncio.timeout(2):
+            while await stayer.piece() != b": waiting, position 1\n\n":
+                pass
+        await stayer.close()
+
+
+def _events(body: bytes) -> Iterator[bytes]:
+    return (part for part in body.split(b"\n\n") if part and not part.startswith(b":"))
+
+
+async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
+    """Comments come while it waits, then the worker's events as they are, in the same stream."""
+    async with _full(comment_seconds=0.05) as (world, _), FaultWorker([STREAM]) as other:
+        client = await _held(world, 1, stream=True)
+        await asyncio.sleep(0.15)
+        world.add_rank(other.port)
+        async with asyncio.timeout(3):
+            answer_ = await client.answer()
+        assert answer_.complete
+        assert answer_.headers["content-type"] == "text/event-stream"
+        assert answer_.body.startswith(b": waiting, position 1\n\n")
+        assert list(_events(answer_.body)) == [DELTA.strip(), b"data: [DONE]"]
+        await client.close()
+
+
+async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> None:
+    """What would have been a status is an error event once comments have been sent."""
+    refusals: tuple[tuple[Script, str], ...] = (
+        ((answer(400, b"{}"),), "upstream_failed"),
+        ((answer(500, b"{}"),), "upstream_failed"),
+        (OK, "upstream_failed"),
+    )
+    for script, code in refusals:
+        async with (
+            _full(script, comment_seconds=0.02, hold_seconds=5) as (world, worker),
+            FaultWorker([script]) as other,
+        ):
+            client = await _held(world, 1, stream=True)
+            await client.head()
+            world.add_rank(other.port)
+            body = b""
+            async with asyncio.timeout(3):
+                while (piece := await client.piece()) is not None:
+                    body += piece
+            (error,) = _events(body)
+            assert f'"{code}"'.encode() in error
+            await client.close()
+    async with _full(comment_seconds=0.02, hold_seconds=0.1) as (world, _):
+        answer_ = await world.ask(1, stream=True, **BIG)
+        (error,) = _events(answer_.body)
+        assert b'"held_too_long"' in error
+        assert answer_.complete

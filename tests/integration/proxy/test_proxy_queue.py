@@ -1,0 +1,157 @@
+"""Requests that wait for their turn, and clients that will not wait for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from router.settings import QueueSettings
+from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, event, stream_head
+from tests.fakes.proxy_rig import Client, Rig, rig, target, until
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+SLOW: Script = (0.15, *OK)
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+
+
+async def _sent(it: Rig, **headers: str) -> Client:
+    """A client that has sent its request."""
+    client = await it.connect()
+    await client.send(ASK, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return client
+
+
+async def test_as_many_at_once_as_may_be() -> None:
+    """With one place and a queue of one the second waits and is answered, the third is refused at once."""
+    queue = QueueSettings(max_inflight=1, max_queued=1)
+    async with FaultWorker([SLOW]) as worker, rig(target(worker.port), queue=queue) as it:
+        first = await _sent(it)
+        await until(lambda: len(worker.requests) == 1)
+        second = await _sent(it)
+        await until(lambda: it.count("homing_queued_requests") == 1)
+        refused = await it.ask(ASK)
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert len(worker.requests) == 1
+        assert (await first.answer()).status == 200
+        assert (await second.answer()).status == 200
+        await first.close()
+        await second.close()
+        assert it.count("homing_queued_requests") == 0
+        assert (await it.ask(ASK)).status == 200
+
+
+async def test_no_longer_than_the_queue_allows() -> None:
+    """Who waits too long for a turn is told so; the one being served is not touched."""
+    queue = QueueSettings(max_inflight=1, queue_seconds=0.05)
+    async with FaultWorker([(0.3, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
+        first = await _sent(it)
+        await until(lambda: len(worker.requests) == 1)
+        late = await it.ask(ASK)
+        assert (late.status, late.error["code"]) == (429, "queue_timeout")
+        assert (await first.answer()).status == 200
+        await first.close()
+
+
+async def test_who_leaves_the_queue_is_forgotten() -> None:
+    """A client that goes away while it waits is never sent to a worker, and its place in the queue is free."""
+    queue = QueueSettings(max_inflight=1, max_queued=1)
+    async with FaultWorker([SLOW]) as worker, rig(target(worker.port), queue=queue) as it:
+        first = await _sent(it)
+        await until(lambda: len(worker.requests) == 1)
+        leaver = await _sent(it)
+        await until(lambda: it.count("homing_queued_requests") == 1)
+        await leaver.close()
+        await until(lambda: it.count("homing_queued_requests") == 0)
+        assert (await first.answer()).status == 200
+        await first.close()
+        await it.until_quiet()
+        assert len(worker.requests) == 1
+
+
+async def test_the_urgent_go_first() -> None:
+    """High before normal before low, whatever order they came in."""
+    queue = QueueSettings(max_inflight=1)
+    async with FaultWorker([SLOW, OK]) as worker, rig(target(worker.port), queue=queue) as it:
+        clients = [await _sent(it, x_request_id="first")]
+        await until(lambda: len(worker.requests) == 1)
+        for count, priority in enumerate(("low", "normal", "high"), start=1):
+            clients.append(await _sent(it, x_request_id=priority, x_request_priority=priority))
+            await until(lambda count=count: it.count("homing_queued_requests") == count)
+        for client in clients:
+            assert (await client.answer()).status == 200
+            await client.close()
+        assert [received.header("x-request-id") for received in worker.requests] == ["first", "high", "normal", "low"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-request-timeout": "soon"}, {"x-request-timeout": "-1"}, {"x-request-timeout": "nan"}],
+    ids=lambda headers: next(iter(headers.values())),
+)
+async def test_terms_that_are_none(headers: dict[str, str]) -> None:
+    """A timeout that is no positive number is refused, not guessed at."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        refused = await it.ask(ASK, headers=headers)
+        assert (refused.status, refused.error["param"]) == (400, "x-request-timeout")
+        assert not worker.requests
+
+
+async def test_deadline_before_the_first_byte() -> None:
+    """When the client's own time is over the answer is 504, the worker's connection is closed, nobody else is asked."""
+    async with (
+        FaultWorker([(Move.STALL,)]) as worker,
+        FaultWorker() as other,
+        rig(target(worker.port), target(other.port)) as it,
+    ):
+        began = time.monotonic()
+        answer = await it.ask(ASK, headers={"x-request-timeout": "0.1"})
+        assert (answer.status, answer.error["code"]) == (504, "deadline")
+        assert 0.1 <= time.monotonic() - began < 1.5
+        async with asyncio.timeout(1):
+            await worker.until(open_connections=0)
+        assert it.brain.outcomes == ["deadline"]
+        assert not other.requests
+
+
+async def test_deadline_in_mid_stream() -> None:
+    """A stream that outlives the client's time ends with an error event and no [DONE]."""
+    script = (stream_head(), chunk(DELTA), Move.STALL)
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer = await it.ask({**ASK, "stream": True}, headers={"x-request-timeout": "0.2"})
+        events = [part for part in answer.body.split(b"\n\n") if part]
+        assert events[0] == DELTA.strip()
+        assert json.loads(events[1].removeprefix(b"data: "))["error"]["code"] == "deadline"
+        assert len(events) == 2
+        assert answer.complete
+        assert it.brain.outcomes == ["deadline"]
+
+
+async def test_deadline_in_the_queue_or_while_preparing() -> None:
+    """The client's time runs wherever its request is."""
+    queue = QueueSettings(max_inflight=1)
+    async with FaultWorker([(0.3, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
+        first = await _sent(it)
+        await until(lambda: len(worker.requests) == 1)
+        late = await it.ask(ASK, headers={"x-request-timeout": "0.05"})
+        assert (late.status, late.error["code"]) == (504, "deadline")
+        assert (await first.answer()).status == 200
+        await first.close()
+        it.brain.preparing = asyncio.Event()
+        late = await it.ask(ASK, headers={"x-request-timeout": "0.05"})
+        assert (late.status, late.error["code"]) == (504, "deadline")
+        assert len(worker.requests) == 1
+
+
+async def test_a_deadline_that_is_kept_leaves_no_trace() -> None:
+    """An answer in time is untouched, and the connection serves the next request after the deadline has passed."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        for _ in range(2):
+            await client.send(ASK, headers={"x-request-timeout": "0.1"})
+            assert (await client.answer()).status == 200
+            await asyncio.sleep(0.15)
+        await client.close()
