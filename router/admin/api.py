@@ -86,7 +86,7 @@ def create_admin(
         responses=errors(400, 409),
     )
     async def add_worker(spec: WorkerSpec) -> Json:
-        worker = registry.add(spec)
+        worker = await registry.join(spec)
         return ranks_by_slot(worker.name)
 
     @app.get("/admin/workers/{name}", summary="One worker.", responses=errors(404))

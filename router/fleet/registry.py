@@ -18,6 +18,7 @@ from structlog.typing import FilteringBoundLogger
 
 from router.core.types import RankId, RankStatus
 from router.errors import Conflict, HomingError, NotFound, WorkerError
+from router.fleet.doubles import Place, is_same_process, places
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
 from router.fleet.parity import Checker, Encode, Parity, Promised, Standing
 from router.fleet.probes import SENTENCES, Verdict, judge, probe
@@ -31,6 +32,8 @@ _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 10.0
 #: A worker joins with its cache known, so that a router that starts anew sends nobody away from home; but it joins.
 _SYNCHRONIZE_SECONDS = 3.0
+#: Whoever registers a worker waits so long to hear that it is known under another address; later it is only shown.
+_RECOGNIZE_SECONDS = 2.0
 
 
 class Ranks(Picture, Protocol):
@@ -60,6 +63,7 @@ class Worker:
     status: RankStatus = RankStatus.PENDING
     reason: str = "not asked yet"
     info: WorkerInfo | None = None
+    places: frozenset[Place] = frozenset()
     slots: tuple[int, ...] = ()
     is_draining: bool = False
     failed_probes: int = 0
@@ -112,6 +116,8 @@ class Registry:
         self._hooks = hooks or Hooks()
         self._stream_times = stream_times or StreamTimes()
         self._workers: dict[str, Worker] = {}
+        #: One at a time is compared with those in force, so that of two that are one, one comes in.
+        self._recognizing = asyncio.Lock()
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -141,13 +147,30 @@ class Registry:
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Register a worker; it is asked and entered in the background. Raises ``Conflict``."""
-        for other in self._workers.values():
-            if spec.name == other.name or spec.url == other.spec.url:
-                raise Conflict(f"Worker {other.name!r} at {other.spec.url} is registered already.", param="url")
+        self._refuse_known(spec)
         worker = self._workers[spec.name] = Worker(spec)
         if self._tasks is not None:
             self._start(worker)
         return worker
+
+    async def join(self, spec: WorkerSpec) -> Worker:
+        """``add``, once it is known that the worker is not there under another address. Raises ``Conflict``."""
+        self._refuse_known(spec)
+        if self._tasks is not None and self._workers:
+            try:
+                async with asyncio.timeout(_RECOGNIZE_SECONDS):
+                    info, there = await asyncio.gather(describe(self._client, spec), places(spec.url))
+                    double = await self._double(spec, info, there)
+            except (WorkerError, TimeoutError):  # down or slow: it is asked again, in the background
+                double = None
+            if double is not None:
+                raise Conflict(_is_double(spec, double) + ".", param="url")
+        return self.add(spec)
+
+    def _refuse_known(self, spec: WorkerSpec) -> None:
+        for other in self._workers.values():
+            if spec.name == other.name or spec.url == other.spec.url:
+                raise Conflict(f"Worker {other.name!r} at {other.spec.url} is registered already.", param="url")
 
     async def remove(self, name: str) -> None:
         """Forget a worker with all its ranks held. Requests on it may finish. Raises ``NotFound``."""
@@ -195,7 +218,6 @@ class Registry:
     async def _live(self, worker: Worker) -> None:
         while True:
             info = await self._ask_until_known(worker)
-            worker.info = info
             worker.slots = tuple(self._enter(info, rank) for rank in range(info.dp_size))
             try:
                 async with asyncio.TaskGroup() as streams:
@@ -232,11 +254,32 @@ class Registry:
         wait = _FIRST_RETRY_SECONDS
         while True:
             try:
-                return await describe(self._client, worker.spec)
+                info = await describe(self._client, worker.spec)
+                there = await places(worker.spec.url)
+                async with self._recognizing:
+                    double = await self._double(worker.spec, info, there)
+                    worker.info, worker.places = (info, there) if double is None else (None, frozenset())
+                if double is None:
+                    return info
+                self._show(worker, RankStatus.DOWN, _is_double(worker.spec, double))
             except WorkerError as error:
                 self._show(worker, RankStatus.DOWN, str(error))
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LAST_RETRY_SECONDS)
+
+    async def _double(self, spec: WorkerSpec, info: WorkerInfo, there: frozenset[Place]) -> Worker | None:
+        """The worker in force that is the same server as that of ``spec``.
+
+        With two entries for one cache, what either is believed to hold and to have in flight would be wrong.
+        """
+        for other in self.workers():
+            if other.info is None or other.name == spec.name:
+                continue
+            if info.epochs & other.info.epochs:
+                return other
+            if there & other.places and await is_same_process(self._client, info, other.info, other.spec):
+                return other
+        return None
 
     async def _greet(self, worker: Worker) -> None:
         """Let the others do what they need before the first request."""
@@ -278,11 +321,12 @@ class Registry:
         except WorkerError as error:
             worker.reason, worker.failed_probes = str(error), 1
             return True  # not yet; the next probe asks again
-        if not now.is_laid_out_like(before):
+        is_new = now.identity != before.identity
+        if not now.is_laid_out_like(before) or (is_new and await self._double(worker.spec, now, worker.places)):
             return False
         worker.info = now
         for stream in worker.streams:
-            if now.identity != before.identity:
+            if is_new:
                 stream.restarted()
             else:
                 stream.check()
@@ -340,3 +384,7 @@ class Registry:
         worker.status, worker.reason = status, reason
         for slot in worker.slots:
             self._ranks.set_status(slot, status)
+
+
+def _is_double(spec: WorkerSpec, other: Worker) -> str:
+    return f"{spec.url} is the same server as worker {other.name!r} at {other.spec.url}, which is registered already"

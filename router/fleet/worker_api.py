@@ -62,6 +62,11 @@ class WorkerInfo:
             tls=is_tls,
         )
 
+    @property
+    def epochs(self) -> frozenset[str]:
+        """Ids that no other process has; none where the engine gives none."""
+        return frozenset(source.epoch for source in self.sources if source is not None and source.epoch)
+
     def is_laid_out_like(self, other: WorkerInfo) -> bool:
         """Nothing but the process differs, so ranks and streams may stay."""
         return replace(self, identity=None, sources=_places(self)) == replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 #: status and body by path; None: take the request and say nothing.
@@ -23,6 +24,8 @@ class ControlWorker:
 
     def __init__(self, answers: Answers) -> None:
         self.answers: Answers = {"/health": (200, b""), "/v1/models": MODELS, **answers}
+        #: What is answered in another way to those who asked for another host.
+        self.by_host: dict[str, Answers] = {}
         self.asked: list[str] = []
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -59,7 +62,9 @@ class ControlWorker:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             method, path, _ = head.split(" ", 2)
             self.asked.append(f"{method} {path}")
-            answer = self.answers.get(path, (404, b""))
+            host = re.search(r"\r\nhost: *([^:\r]*)", head, re.IGNORECASE)
+            answers = self.answers | self.by_host.get(host[1] if host else "", {})
+            answer = answers.get(path, (404, b""))
             if answer is None:
                 await reader.read()
             else:

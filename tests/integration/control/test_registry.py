@@ -12,7 +12,7 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from router.core.types import RankStatus
-from router.errors import ConfigError
+from router.errors import ConfigError, Conflict
 from router.fleet.event_stream import StreamTimes
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Probe, Verdict, judge
@@ -20,7 +20,7 @@ from router.fleet.registry import Hooks, Registry, Worker
 from router.settings import ProbeSettings, RoutingSettings, WorkerSpec
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
-from tests.fakes.control_worker import ControlWorker, as_json
+from tests.fakes.control_worker import Answers, ControlWorker, as_json
 from tests.fakes.kv_publisher import KvPublisher, stored
 
 
@@ -227,3 +227,100 @@ async def test_a_reset_empties_the_picture_at_once(control: Control) -> None:
 def test_the_judgement_over_probes(seen: Probe, failed: int, has_progress: bool, expected: tuple[int, Verdict]) -> None:
     """Three failures in a row are down, one success is up, silence while streaming is neither."""
     assert judge(seen, failed_before=failed, failures_allowed=3, has_progress=has_progress) == expected
+
+
+def started(seconds: float) -> tuple[int, bytes]:
+    """A worker's ``/metrics`` with the time at which its process started."""
+    return 200, f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {seconds}\n".encode()
+
+
+@pytest.mark.parametrize("answers", [{}, {"/metrics": started(5.0)}])
+async def test_one_server_under_two_names_is_entered_once(control: Control, answers: Answers) -> None:
+    """localhost beside 127.0.0.1: the second is down with the reason, and comes in when the first is removed."""
+    async with ControlWorker(answers) as worker:
+        first = control.registry.add(WorkerSpec(url=worker.url, id="first"))
+        await until(lambda: first.status is RankStatus.READY)
+        second = control.registry.add(WorkerSpec(url=f"http://localhost:{worker.port}", id="second"))
+        await until(lambda: second.status is RankStatus.DOWN)
+        assert second.reason == (
+            f"http://localhost:{worker.port} is the same server as worker 'first' at {worker.url}, "
+            "which is registered already"
+        )
+        assert control.statuses() == [("first/0", RankStatus.READY)]
+        await control.registry.remove("first")
+        await until(lambda: control.statuses() == [("second/0", RankStatus.READY)])
+
+
+async def test_of_two_that_start_together_one_comes_in(control: Control) -> None:
+    """Neither waits for the other, and which is first does not matter."""
+    async with ControlWorker({}) as worker:
+        entries = [
+            control.registry.add(WorkerSpec(url=url, id=name))
+            for name, url in (("a", worker.url), ("b", f"http://localhost:{worker.port}"))
+        ]
+        await until(lambda: {entry.status for entry in entries} == {RankStatus.READY, RankStatus.DOWN})
+        assert len(control.statuses()) == 1
+
+
+async def test_a_shim_is_known_by_its_epoch_wherever_it_is_reached(control: Control) -> None:
+    """Two ports that lead to one process, as through a forwarded port; another process is another worker."""
+    context = zmq.asyncio.Context()
+    publisher = KvPublisher(context)
+    source = await publisher.start()
+
+    def epoch(name: str) -> tuple[int, bytes]:
+        entry = {"publisher": "zmq", "endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
+        return as_json({"0": {**entry, "topic": "kv-events", "block_size": 4, "epoch": name}})
+
+    async with (
+        ControlWorker({"/kv_event_sources": epoch("e1")}) as worker,
+        ControlWorker({"/kv_event_sources": epoch("e1")}) as forwarded,
+    ):
+        first = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: first.status is RankStatus.READY)
+        second = control.registry.add(WorkerSpec(url=forwarded.url))
+        await until(lambda: second.status is RankStatus.DOWN)
+        assert "is the same server as" in second.reason
+        forwarded.answers["/kv_event_sources"] = epoch("e2")
+        await until(lambda: second.status is RankStatus.READY)
+        assert first.status is RankStatus.READY
+        forwarded.answers["/health"] = (503, b"")
+        await until(lambda: second.status is RankStatus.DOWN)
+        forwarded.answers |= {"/health": (200, b""), "/kv_event_sources": epoch("e1")}
+        await until(lambda: "is the same server as" in second.reason)
+        assert control.statuses() == [(f"{worker.name}/0", RankStatus.READY)]
+    await publisher.stop()
+    context.destroy(linger=0)
+
+
+async def test_processes_behind_one_address_are_told_apart(control: Control) -> None:
+    """One port that answers for two hosts: by when they started, they are two."""
+    async with ControlWorker({"/metrics": started(5.0)}) as worker:
+        first = control.registry.add(WorkerSpec(url=worker.url))
+        await until(lambda: first.status is RankStatus.READY)
+        worker.by_host["localhost"] = {"/metrics": started(6.0)}
+        second = control.registry.add(WorkerSpec(url=f"http://localhost:{worker.port}"))
+        await until(lambda: second.status is RankStatus.READY)
+        assert first.status is RankStatus.READY
+
+
+async def test_a_restart_does_not_let_the_double_in(control: Control) -> None:
+    """The new process is the first worker's still, though the double sees it first."""
+    async with ControlWorker({"/metrics": started(5.0)}) as worker:
+        first = control.registry.add(WorkerSpec(url=worker.url, id="first"))
+        await until(lambda: first.status is RankStatus.READY)
+        worker.answers["/metrics"] = started(6.0)
+        second = control.registry.add(WorkerSpec(url=f"http://localhost:{worker.port}", id="second"))
+        await until(lambda: second.status is RankStatus.DOWN)
+        assert control.statuses() == [("first/0", RankStatus.READY)]
+
+
+async def test_joining_refuses_a_double_at_once_and_takes_what_is_down(control: Control) -> None:
+    """An operator hears of it in the answer; a worker that cannot be asked yet is taken, as ever."""
+    async with ControlWorker({}) as worker:
+        first = await control.registry.join(WorkerSpec(url=worker.url, id="first"))
+        await until(lambda: first.status is RankStatus.READY)
+        with pytest.raises(Conflict, match=r"is the same server as worker 'first' at .* already\.$"):
+            await control.registry.join(WorkerSpec(url=f"http://localhost:{worker.port}"))
+        gone = await control.registry.join(WorkerSpec(url="http://127.0.0.1:9"))
+        assert [entry.name for entry in control.registry.workers()] == ["first", gone.name]

@@ -156,6 +156,9 @@ def test_a_shim_added_at_run_time_serves_from_its_cache() -> None:
     with shim("--dp-size", "2") as (_, url), router("--probes.parity", "false") as (running, data, admin):
         assert admin.post("/admin/workers", json={"url": url, "id": "w"}).status_code == 202
         until(lambda: workers(admin)[0]["status"] == "ready")
+        again = admin.post("/admin/workers", json={"url": url.replace("127.0.0.1", "localhost")})
+        assert again.status_code == 409
+        assert "is the same server as worker 'w'" in again.json()["error"]["message"]
         first, second = ask(data), ask(data, PROMPT + " key-0001")
         assert first.headers["x-homing-reason"] == "cold"
         assert second.headers["x-homing-reason"] == "home"
