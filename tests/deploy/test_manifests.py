@@ -8,12 +8,13 @@ import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 from router.options import parse
-from router.settings import Settings
+from router.settings import Settings, knobs
 from router.settings_sources import ENV_PREFIX, load_settings
 
 Manifest = dict[str, Any]
@@ -184,3 +185,26 @@ def test_one_name_selects_the_pods(kubernetes: dict[str, Manifest]) -> None:
     assert kubernetes["Service"]["spec"]["selector"] == labels
     assert kubernetes["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
     assert kubernetes["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+
+
+def test_compose_router_shares_its_state_over_the_redis_beside_it(compose: Manifest, deploy: Path) -> None:
+    """The Redis of the compose file is one that the router is told of, and whose client its image has."""
+    url = load_settings(environ={}, config=deploy / "router.yaml").shared.redis_url
+    assert url is not None
+    assert urlsplit(url).hostname in compose["services"]
+    assert "'.[redis]'" in (deploy / "docker/router.Dockerfile").read_text()
+
+
+def test_the_readme_names_only_settings_alerts_and_files_that_there_are(deploy: Path) -> None:
+    """Every dotted setting, every alert and every file or folder in backticks exists."""
+    quoted = set(re.findall(r"`([^`\s]+)`", (deploy / "README.md").read_text()))
+    sections = "|".join({knob.path[0] for knob in knobs() if len(knob.path) > 1})
+    named = {word for word in quoted if re.fullmatch(rf"(?:{sections})\.[a-z_]+", word) and not word.endswith(".yaml")}
+    assert named >= {"shared.redis_url", "auth.keys_file"}
+    assert named <= {knob.key for knob in knobs()}
+    alerts = {word for word in quoted if re.fullmatch(r"Homing[A-Z]\w+", word)}
+    assert alerts
+    assert alerts <= set(re.findall(r"alert: (\w+)", (deploy / "prometheus/rules.yml").read_text()))
+    paths = {word for word in quoted if re.fullmatch(r"[\w./-]*(/|\.(yaml|yml|json|py|Dockerfile))", word)}
+    places = (deploy, deploy / "prometheus", deploy / "grafana")
+    assert [path for path in paths if not any((place / path).exists() for place in places)] == []
