@@ -140,7 +140,8 @@ def _read_yaml(path: Path) -> Layer:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{path} must hold a mapping of settings, such as 'server: {{port: 8000}}'")
-    return data
+    # A section of which all lines are comments says nothing.
+    return {key: value for key, value in data.items() if value is not None or (key,) not in _sections()}
 
 
 def _over(below: Mapping[str, Any], above: Layer) -> dict[str, Any]:

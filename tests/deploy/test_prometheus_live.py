@@ -32,7 +32,7 @@ def free_port() -> int:
 @contextmanager
 def running(*command: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process with its output in a file; asked to end afterwards, and made to if it will not."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOMING__")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     try:

@@ -159,6 +159,7 @@ def test_a_shim_added_at_run_time_serves_from_its_cache() -> None:
         again = admin.post("/admin/workers", json={"url": url.replace("127.0.0.1", "localhost")})
         assert again.status_code == 409
         assert "is the same server as worker 'w'" in again.json()["error"]["message"]
+        assert data.get("/v1/models").json() == httpx.get(url + "/v1/models").json()
         first, second = ask(data), ask(data, PROMPT + " key-0001")
         assert first.headers["x-homing-reason"] == "cold"
         assert second.headers["x-homing-reason"] == "home"

@@ -19,7 +19,7 @@ from router.settings import Policy, knobs
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith("HOMING__"):
+        if name.startswith("HOMING_"):
             monkeypatch.delenv(name)
 
 

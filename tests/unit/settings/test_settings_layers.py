@@ -59,9 +59,10 @@ def test_a_list_given_higher_up_replaces_the_one_below(yaml_file: Path) -> None:
 
 
 def test_an_empty_file_is_all_defaults(yaml_file: Path) -> None:
-    """A file with nothing but comments says nothing."""
-    yaml_file.write_text("# nothing yet\n")
-    assert load(config=yaml_file) == load()
+    """A file, or a section of it, with nothing but comments says nothing."""
+    for text in ("# nothing yet\n", "server:\n  # port: 1\n"):
+        yaml_file.write_text(text)
+        assert load(config=yaml_file) == load()
     assert load().routing.policy is Policy.AFFINITY
 
 
