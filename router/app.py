@@ -7,7 +7,6 @@ import contextlib
 import gc
 import ipaddress
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -27,7 +26,7 @@ from router.admin.api import create_admin
 from router.admin.explain import sampled_log
 from router.core.types import RankStatus
 from router.core.usable import Geometry
-from router.errors import ConfigError
+from router.errors import ConfigError, Conflict, NotFound
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Hooks, Registry, Worker
@@ -36,7 +35,9 @@ from router.proxy.models import Census
 from router.proxy.plane import DataPlane
 from router.proxy.types import Brain
 from router.proxy.worker_tokens import WorkerTokenizer
+from router.reload import changes, reloaded_routing
 from router.settings import Settings
+from router.signals import Signals
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import make_tracing
@@ -51,18 +52,21 @@ if TYPE_CHECKING:
 _COLLECT_AFTER = (20_000, 50, 50)
 
 
-def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status: 0, 1 for a port that is taken, 2 for a bad setting."""
+def run(settings: Settings, *, reread: Callable[[], Settings]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0, 1 for a port that is taken, 2 for a bad setting.
+
+    ``reread`` says what the settings are now; it is asked at a reload and may raise ``ConfigError``.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, reread))
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, reread: Callable[[], Settings]) -> int:
     log = make_logger(level=settings.log_level, form=settings.log_format)
-    signals = _Signals()
+    signals = Signals()
     async with _client(settings) as client:
         try:
-            router = Router(settings, client=client, log=log)
+            router = Router(settings, reread=reread, client=client, log=log)
             await router.start()
         except ConfigError as error:
             return _refuse(str(error), status=2)
@@ -72,7 +76,7 @@ async def _serve(settings: Settings) -> int:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_COLLECT_AFTER)
-        with signals.watched(on_hangup=router.reload):
+        with signals.watched():
             await router.run(signals)
     log.info("router stopped")
     return 0
@@ -91,9 +95,18 @@ def _client(settings: Settings) -> httpx.AsyncClient:
 class Router:
     """A whole router. ``start`` binds both doors; ``run`` serves until it is told to stop."""
 
-    def __init__(self, settings: Settings, *, client: httpx.AsyncClient, log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        reread: Callable[[], Settings],
+        client: httpx.AsyncClient,
+        log: FilteringBoundLogger,
+    ) -> None:
         """Make and join the parts. Raises ``ConfigError`` for files that cannot be used."""
         self._settings = settings
+        self._reread = reread
+        self._reloading = asyncio.Lock()
         self._log = log
         self._access = Access(settings)
         self._tracing = make_tracing(settings.tracing, version=_version())
@@ -108,6 +121,7 @@ class Router:
         self._fleet = fleet
         decisions = DecisionLog(on_close=sampled_log(log, ratio=settings.routing.log_decisions_ratio))
         brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics, decisions=decisions)
+        self._brain = brain
         use_local(brain, settings.models)
         for model in settings.models:
             fleet.set_geometry(model.name, Geometry(chunk_tokens=model.chunk_tokens, eagle=model.eagle))
@@ -162,10 +176,11 @@ class Router:
             self._registry,
             fleet,
             metrics,
-            policy=settings.routing.policy,
+            policy=lambda: self._settings.routing.policy,
             version=_version(),
             keyring=self._access.keyring,
             explainer=brain,
+            reload=self.reload,
         )
         self._admin = _AdminServer(admin, self._access.admin_tls)
         self._admin_socket: socket.socket | None = None
@@ -183,33 +198,71 @@ class Router:
             self._admin_socket.close()
             raise
 
-    async def run(self, signals: _Signals) -> None:
+    async def run(self, signals: Signals) -> None:
         """Serve, then stop in order: not ready, answers end, the admin plane last."""
         assert self._admin_socket is not None, "start first"
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._registry.run())
             sharing = tasks.create_task(self._shared.run(self._fleet, self._registry)) if self._shared else None
             admin = tasks.create_task(self._admin.serve(sockets=[self._admin_socket]))
+            reloading = tasks.create_task(self._reload_on_hangup(signals))
             self._announce()  # both doors are bound: who comes now waits, but is not refused
             await signals.stop.wait()
             await self._drain(signals)
             self._admin.should_exit = True
             await admin
             watching.cancel()
+            reloading.cancel()
             if sharing is not None:
                 sharing.cancel()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
-    def reload(self) -> None:
-        """Read keys and certificates again; what cannot be used is logged, and the old stays in force."""
-        complaints = self._access.reload()
+    async def _reload_on_hangup(self, signals: Signals) -> None:
+        while True:
+            await signals.hangup.wait()
+            signals.hangup.clear()
+            await self.reload()
+
+    async def reload(self) -> list[str]:
+        """Take over keys, certificates, workers and policy as they are now.
+
+        Returns what could not be taken over, a sentence each: there the old stays in force.
+        """
+        async with self._reloading:
+            complaints = self._access.reload()
+            try:
+                complaints += await self._take_over(self._reread())
+            except ConfigError as error:
+                complaints.append(str(error))
         for complaint in complaints:
             self._log.error("not reloaded", cause=complaint)
-        if not complaints:
-            self._log.info("keys and certificates reloaded")
+        self._log.info("reloaded", complaints=len(complaints))
+        return complaints
 
-    async def _drain(self, signals: _Signals) -> None:
+    async def _take_over(self, after: Settings) -> list[str]:
+        found = changes(self._settings, after)
+        complaints = [f"{key} takes effect with a new process only" for key in found.ignored]
+        for name in found.leaving:
+            with contextlib.suppress(NotFound):  # removed by hand before
+                await self._registry.remove(name)
+        for spec in found.joining:
+            try:
+                self._registry.add(spec)
+            except Conflict as error:
+                complaints.append(str(error))
+        routing = reloaded_routing(self._settings, after)
+        if routing != self._settings.routing:
+            self._brain.use(routing)
+        self._settings = self._settings.model_copy(update={"workers": after.workers, "routing": routing})
+        return complaints
+
+    async def _drain(self, signals: Signals) -> None:
+        self._plane.retire()
+        if unready_seconds := self._settings.server.unready_seconds:
+            self._log.info("not ready: load balancers may look elsewhere", for_seconds=unready_seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(signals.hurry.wait(), unready_seconds)
         seconds = self._settings.server.shutdown_seconds
         self._log.info("stopping: answers under way may end", within_seconds=seconds)
         draining = asyncio.ensure_future(self._plane.drain(seconds))
@@ -265,29 +318,6 @@ def _shared_state(settings: Settings, metrics: Metrics, log: FilteringBoundLogge
 def _census(registry: Registry) -> Census:
     workers = registry.workers()
     return Census(len(workers), sum(worker.status is RankStatus.DOWN for worker in workers))
-
-
-class _Signals:
-    """SIGTERM and SIGINT as events: the first asks to stop, the second to stop at once."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
-
-    @contextlib.contextmanager
-    def watched(self, *, on_hangup: Callable[[], None]) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        handlers = {signal.SIGTERM: self._came, signal.SIGINT: self._came, signal.SIGHUP: on_hangup}
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
-        try:
-            yield
-        finally:
-            for number in handlers:
-                loop.remove_signal_handler(number)
-
-    def _came(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
 
 
 class _AdminServer(uvicorn.Server):

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     from router.app import run  # the settings are checked before the servers' libraries are loaded
 
-    return run(settings)
+    return run(settings, reread=lambda: parse(argv))
 
 
 def parse(argv: Sequence[str]) -> Settings:

@@ -117,7 +117,13 @@ class ServerSettings(_Slice):
     header_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     body_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
     keepalive_seconds: Annotated[float, Field(gt=0)] = 75.0
-    shutdown_seconds: Annotated[float, Field(ge=0)] = 30.0
+    unready_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="After SIGTERM /readyz says no and all are still served for so long, for load balancers to see.",
+    )
+    shutdown_seconds: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Then no more come in, and answers may end for so long."
+    )
     max_connections: Annotated[int, Field(ge=0)] = Field(
         0, description="Clients connected at once; more are refused. 0: no limit but the system's."
     )

@@ -31,8 +31,9 @@ def create_admin(
     fleet: Fleet,
     metrics: Metrics,
     *,
-    policy: str,
+    policy: Callable[[], str],
     version: str,
+    reload: Callable[[], Awaitable[list[str]]] | None = None,
     keyring: Keyring | None = None,
     explainer: Explainer | None = None,
 ) -> FastAPI:
@@ -119,6 +120,12 @@ def create_admin(
         await registry.reset_cache(name)
         return ranks_by_slot(name)
 
+    if reload is not None:
+
+        @app.post("/admin/reload", summary="Take over keys, certificates, workers and policy as they are now.")
+        async def reload_all() -> Json:
+            return {"complaints": await reload()}
+
     @app.get(
         "/admin/sessions",
         summary="Sessions with a home, the most recently used first.",
@@ -129,7 +136,7 @@ def create_admin(
 
     @app.get("/admin/fleet", summary="What the console page shows.")
     async def show_fleet() -> Json:
-        return fleet_view(registry, fleet, metrics, policy=policy)
+        return fleet_view(registry, fleet, metrics, policy=policy())
 
     if explainer is not None:
         app.include_router(explain_routes(explainer))

@@ -61,6 +61,15 @@ class RouterBrain(Models):
         """Some rank can take a request."""
         return any(rank.status is RankStatus.READY for rank in self._fleet.view.ranks)
 
+    def use(self, settings: RoutingSettings) -> None:
+        """Decide by these settings from now on."""
+        self._settings = settings
+        self._policy = make_policy(
+            settings.policy,
+            CostParameters(move_weight=settings.move_weight),
+            agree=self._fleet.shared.is_shared,
+        )
+
     # --- a request ------------------------------------------------------------------------------------
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:

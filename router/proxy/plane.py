@@ -116,7 +116,7 @@ class DataPlane:
         metrics.queued.set_function(lambda: self._arrivals.queued)
         self._clients: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
-        self._draining = False
+        self._draining = self._retired = False
         self._empty: asyncio.Event | None = None
         self._ids = random.Random()
 
@@ -135,9 +135,13 @@ class DataPlane:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    def retire(self) -> None:
+        """Be ready no more, and serve whoever comes all the same until ``drain``."""
+        self._retired = True
+
     async def drain(self, seconds: float) -> None:
         """Stop listening and let answers end for ``seconds``; what is left then ends with an error."""
-        self._draining = True
+        self._retired = self._draining = True
         if self._server is not None:
             self._server.close()
         for client in tuple(self._clients):
@@ -244,7 +248,7 @@ class DataPlane:
         return self._answer_own(exchange, route)
 
     def _answer_own(self, exchange: Exchange, route: Own) -> None:
-        ready = self._brain.ready() and not self._draining
+        ready = self._brain.ready() and not self._retired
         exchange.status = 200
         match route:
             case Own.MODELS:
@@ -253,7 +257,7 @@ class DataPlane:
                 body = self._brain.model_card(_model_name(exchange.request.target))
             case Own.READY if not ready:
                 exchange.status = 503
-                reason = "draining" if self._draining else "no worker can take a request"
+                reason = "draining" if self._retired else "no worker can take a request"
                 body = json.dumps({"status": "not ready", "reason": reason}).encode()
             case Own.READY | Own.LIVE:
                 body = b'{"status": "ok"}'

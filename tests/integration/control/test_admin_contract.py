@@ -37,7 +37,7 @@ def make_app() -> FastAPI:
         clock=lambda: 0.0,
         wall_clock=lambda: 0.0,
     )
-    return create_admin(registry, fleet, metrics, policy="affinity", version="0")
+    return create_admin(registry, fleet, metrics, policy=lambda: "affinity", version="0")
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())

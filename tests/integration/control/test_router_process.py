@@ -32,6 +32,10 @@ class Running:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Exit status and what it wrote to stderr."""
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        """The same, once it ends by itself."""
         _, errors = self.process.communicate(timeout=20)
         return self.process.returncode, errors
 

@@ -113,7 +113,7 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
     )
     for script, code in refusals:
         async with (
-            _full(script, comment_seconds=0.02, hold_seconds=5) as (world, worker),
+            _full(script, comment_seconds=0.02, hold_seconds=5) as (world, _),
             FaultWorker([script]) as other,
         ):
             client = await _held(world, 1, stream=True)

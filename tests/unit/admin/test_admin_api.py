@@ -40,7 +40,9 @@ class Plane:
             wall_clock=lambda: NOW,
         )
         brain = RouterBrain(self.fleet, settings=RoutingSettings(), metrics=self.metrics)
-        app = create_admin(self.registry, self.fleet, self.metrics, policy="affinity", version="1.2.3", explainer=brain)
+        app = create_admin(
+            self.registry, self.fleet, self.metrics, policy=lambda: "affinity", version="1.2.3", explainer=brain
+        )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
     def enter_rank(self, name: str) -> int:

@@ -28,7 +28,7 @@ def admin_app(http: httpx.AsyncClient, *, keyring: Keyring | None) -> FastAPI:
     registry = Registry(
         fleet, ProbeSettings(), client=http, metrics=metrics, log=log, clock=lambda: 0.0, wall_clock=lambda: 0.0
     )
-    return create_admin(registry, fleet, metrics, policy="affinity", version="1.2.3", keyring=keyring)
+    return create_admin(registry, fleet, metrics, policy=lambda: "affinity", version="1.2.3", keyring=keyring)
 
 
 @pytest.fixture

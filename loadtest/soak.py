@@ -1,0 +1,299 @@
+"""A router under random faults: clients that leave, workers that reset, one that dies and comes back.
+
+Every request asks for a text of its own, so that a lost, doubled or swapped answer is seen for what it is. In the end
+nothing may be left: no request under way, no connection, no load on any rank.
+
+    python -m loadtest.soak --requests 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.faulty_worker import MODEL, FaultyWorker, streamed_text
+
+#: Gauges that must be zero when nobody asks anything.
+_QUIET = (
+    "homing_inflight_requests",
+    "homing_connections",
+    "homing_rank_inflight_requests",
+    "homing_rank_waiting_tokens",
+    "homing_queued_requests",
+    "homing_admission_held_requests",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much, and how bad. Ratios are of requests; ``kill_at`` is a share of the way."""
+
+    requests: int = 100_000
+    clients: int = 64
+    workers: int = 4
+    abort_ratio: float = 0.05
+    reset_ratio: float = 0.02
+    kill_at: float = 0.4
+    dead_seconds: float = 3.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests. ``wrong`` are sentences; there should be none."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    resets: int = 0
+    rss_bytes: list[int] = field(default_factory=list)
+
+
+async def soak(plan: Plan) -> Tally:
+    """Start workers and a router, ask, and look at what is left."""
+    rng = random.Random(plan.seed)
+    workers = [FaultyWorker(reset_ratio=plan.reset_ratio, rng=rng) for _ in range(plan.workers)]
+    for worker in workers:
+        await worker.start()
+    tally = Tally()
+    try:
+        async with _router(workers) as (process, data, admin):
+            began = time.monotonic()
+            asking = asyncio.create_task(_ask_all(plan, data, tally, rng))
+            await _kill_one(workers[0], asking, plan, tally)
+            tally.rss_bytes.append(_rss_bytes(process.pid))
+            await asking
+            tally.seconds = time.monotonic() - began
+            await _check_quiet(admin, workers, tally)
+            tally.rss_bytes.append(_rss_bytes(process.pid))
+            process.terminate()
+            if await process.wait() != 0:
+                tally.wrong.append(f"the router ended with status {process.returncode}")
+    finally:
+        for worker in workers:
+            await worker.kill()
+    _check_doubles(workers, tally)
+    tally.resets = sum(worker.resets for worker in workers)
+    return tally
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+async def _ask_all(plan: Plan, data: tuple[str, int], tally: Tally, rng: random.Random) -> None:
+    numbers = iter(range(plan.requests))
+
+    async def client() -> None:
+        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        for number in numbers:
+            connection = connection or await asyncio.open_connection(*data)
+            leaves = rng.random() < plan.abort_ratio
+            outcome, keep = await _ask(*connection, number=number, leaves=leaves, rng=rng, tally=tally)
+            tally.outcomes[outcome] += 1
+            if not keep:
+                connection[1].transport.abort()
+                connection = None
+        if connection is not None:
+            connection[1].close()
+            await connection[1].wait_closed()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(plan.clients):
+            tasks.create_task(client())
+
+
+async def _ask(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    number: int,
+    leaves: bool,
+    rng: random.Random,
+    tally: Tally,
+) -> tuple[str, bool]:
+    """One request: what became of it, and whether the connection may be used again."""
+    text, is_stream = f"text-{number}", bool(number % 2)
+    messages = [{"role": "system", "content": "You repeat."}, {"role": "user", "content": text}]
+    body = json.dumps({"model": MODEL, "stream": is_stream, "messages": messages}).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\nx-session-id: session-%d\r\n"
+        b"content-length: %d\r\n\r\n%b" % (number % 997, len(body), body)
+    )
+    if leaves:
+        await asyncio.sleep(rng.random() * 0.01)
+        return "left", False
+    try:
+        async with asyncio.timeout(30):
+            status, content, whole = await _answer(reader)
+    except (ConnectionError, asyncio.IncompleteReadError):
+        # Only an answer that has begun and is no stream may end so.
+        return ("cut off", False) if not is_stream else (_wrong(tally, f"{text}: a stream was cut off"), False)
+    except TimeoutError:
+        return _wrong(tally, f"{text}: no answer"), False
+    if status != 200:
+        return f"status {status}", whole
+    said, ended = _said(content, is_stream=is_stream)
+    if ended == "broken" and streamed_text(text).startswith(said):
+        return "broken off", whole
+    if ended != "whole" or said != (streamed_text(text) if is_stream else text):
+        return _wrong(tally, f"{text}: {ended}, {said!r}"), False
+    return "answered", whole
+
+
+def _wrong(tally: Tally, sentence: str) -> str:
+    tally.wrong.append(sentence)
+    return "wrong"
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
+    """Status, body, and whether the connection lives on. Raises ``IncompleteReadError`` for one cut short."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    status = int(head[9:12])
+    if b"transfer-encoding: chunked" in head:
+        pieces: list[bytes] = []
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            pieces.append((await reader.readexactly(size + 2))[:-2])
+        await reader.readexactly(2)
+        content = b"".join(pieces)
+    else:
+        length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+        content = await reader.readexactly(length)
+    return status, content, b"connection: close" not in head
+
+
+def _said(content: bytes, *, is_stream: bool) -> tuple[str, str]:
+    """The answer's text, and how it ended: ``whole``, ``broken`` (with an error event), or neither."""
+    if not is_stream:
+        return json.loads(content)["choices"][0]["message"]["content"], "whole"
+    events = [event.removeprefix(b"data: ") for event in content.split(b"\n\n") if event]
+    said = ""
+    for place, event in enumerate(events):
+        if event == b"[DONE]":
+            return said, "whole" if place == len(events) - 1 else "talks on after its end"
+        value = json.loads(event)
+        if "error" in value:
+            return said, "broken" if place == len(events) - 1 else "talks on after an error"
+        said += "".join(choice["delta"]["content"] for choice in value["choices"])
+    return said, "without an end"
+
+
+# --- breaking -------------------------------------------------------------------------------------
+
+
+async def _kill_one(worker: FaultyWorker, asking: asyncio.Task[None], plan: Plan, tally: Tally) -> None:
+    """Somewhere on the way a worker dies, and comes back after a while."""
+    while sum(tally.outcomes.values()) < plan.kill_at * plan.requests and not asking.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await worker.kill()
+    await asyncio.wait([asking], timeout=plan.dead_seconds)
+    await worker.start()
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+async def _check_quiet(admin: str, workers: Sequence[FaultyWorker], tally: Tally) -> None:
+    """Wait until all is quiet; what is not, is wrong."""
+    deadline = time.monotonic() + 10.0
+    async with httpx.AsyncClient(base_url=admin, trust_env=False) as client:
+        while True:
+            loud = list(_loud((await client.get("/metrics")).text))
+            if not loud or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.2)
+    tally.wrong += [f"{name} is {value} with nobody asking" for name, value in loud]
+    await asyncio.sleep(0.1)
+    open_connections = sum(len(worker.connections) for worker in workers)
+    if open_connections > 64 * len(workers):
+        tally.wrong.append(f"{open_connections} connections to workers are open")
+
+
+def _loud(exposition: str) -> Iterator[tuple[str, float]]:
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name in _QUIET and sample.value:
+                yield sample.name, sample.value
+
+
+def _check_doubles(workers: Sequence[FaultyWorker], tally: Tally) -> None:
+    answered: Counter[str] = Counter()
+    for worker in workers:
+        answered.update(worker.answered)
+    tally.wrong += [f"{text} was answered {count} times" for text, count in answered.items() if count > 1]
+
+
+def _rss_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        return 0  # not Linux: nothing is said of memory
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+class _router:  # noqa: N801 - a context manager, used like a function
+    """A router before ``workers``: its process, the data plane's address, the admin plane's URL."""
+
+    def __init__(self, workers: Sequence[FaultyWorker]) -> None:
+        self._workers = workers
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> tuple[asyncio.subprocess.Process, tuple[str, int], str]:
+        named = [word for worker in self._workers for word in ("--worker", worker.url)]
+        ports = ("--port", "0", "--admin-port", "0", "--log-level", "error", "--probes.interval-seconds", "0.5")
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router.cli", "router", *ports, *named, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        host, port = words["data"].removeprefix("http://").rsplit(":", 1)
+        async with httpx.AsyncClient(base_url=words["admin"], trust_env=False) as client, asyncio.timeout(30):
+            while not all(  # noqa: ASYNC110
+                worker["status"] == "ready" for worker in (await client.get("/admin/workers")).json()["workers"]
+            ):
+                await asyncio.sleep(0.1)
+        return process, (host, int(port)), words["admin"]
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a soak and print what became of it. Returns 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__.split("\n", 1)[0])
+    default = Plan()
+    parser.add_argument("--requests", type=int, default=default.requests)
+    parser.add_argument("--clients", type=int, default=default.clients)
+    parser.add_argument("--workers", type=int, default=default.workers)
+    parser.add_argument("--abort-ratio", type=float, default=default.abort_ratio)
+    parser.add_argument("--reset-ratio", type=float, default=default.reset_ratio)
+    parser.add_argument("--seed", type=int, default=default.seed)
+    plan = Plan(**vars(parser.parse_args(argv)))
+    tally = asyncio.run(soak(plan))
+    print(f"{plan.requests} requests in {tally.seconds:.0f} s, {tally.resets} resets by workers")
+    for outcome, count in tally.outcomes.most_common():
+        print(f"  {outcome:12} {count:>8}  {100 * count / plan.requests:6.2f} %")
+    print("router's memory on the way and in the end: " + ", ".join(f"{size / 1e6:.0f} MB" for size in tally.rss_bytes))
+    for sentence in tally.wrong[:20]:
+        print(f"WRONG: {sentence}")
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
