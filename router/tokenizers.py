@@ -24,6 +24,8 @@ def use_local(brain: RouterBrain, models: Sequence[ModelSpec]) -> None:
     for model in models:
         for alias in model.aliases:
             brain.set_alias(alias, model.name)
+        for adapter in model.adapters:
+            brain.set_adapter(adapter)
         if model.tokenizer is not None:
             tokenizer_json, config = read_files(model.tokenizer)
             try:

@@ -104,7 +104,9 @@ class Models:
         cards = [member.cards[model] for member in self._fleet.members() if model in member.cards]
         contexts = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
         return {
-            "object": "model", "created": 0, "owned_by": "homing",
+            "object": "model",
+            "created": 0,
+            "owned_by": "homing",
             **(cards[0] if cards else {}),
             **({"max_model_len": min(contexts)} if contexts else {}),
             "id": name,
