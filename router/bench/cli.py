@@ -9,6 +9,7 @@ from importlib import import_module
 #: Each module has a ``main(argv) -> exit status``. The sentence is the help's.
 BENCHES = {
     "decide": ("router.bench.decide", "tokens, keys, lookup and decision of a long conversation's next turn"),
+    "proxy": ("router.bench.proxy", "processor time of a request on its way through, beside a bare relay"),
     "index": ("router.bench.index", "hashing, events and lookups of the cache index"),
 }
 

@@ -121,6 +121,8 @@ class Affinity:
         ranks = candidates(view, request)
         if not ranks:
             return None
+        if len(ranks) == 1:  # nothing to weigh
+            return _decision(ranks[0], ranks, request, reason=Reason.ONLY)
         home = next((rank for rank in ranks if rank.slot == request.home), None)
         priced = prices(ranks, request, home=home, parameters=self._parameters, now=now)
         totals = [entry.total_seconds for entry in priced]

@@ -22,6 +22,8 @@ class Engine(StrEnum):
     SGLANG = "sglang"
     SHIM = "shim"
 
+    __hash__ = str.__hash__  # the enum's own is a call into Python, and targets are looked up for each request
+
 
 class RankStatus(StrEnum):
     """Where a rank is in its life. Only READY takes new sessions; DRAINING still serves its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.core.types import Engine
 
@@ -11,8 +11,7 @@ from router.core.types import Engine
 ModelCard = Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Where a rank's requests are sent, and how that rank is named to its engine."""
 
     host: str

@@ -1,0 +1,223 @@
+"""What a request costs on its way through the router, in processor time, beside a relay that does nothing else.
+
+Processor time of the proxy's own process, so neither the load generator's speed nor other processes enter. Only
+ratios between rows of one run mean anything. Needs Linux (``/proc``).
+
+A peer is any command that listens on {port} and forwards to {worker}:
+
+    homing bench proxy --peer 'other=other-router --port {port} --worker-urls {worker}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import httptools
+import uvloop
+
+from router.bench.proxy_parts import EVENTS
+
+_PARTS: Final = (sys.executable, "-m", "router.bench.proxy_parts")
+_ROUTER: Final = (sys.executable, "-m", "router.cli", "router", "--admin-port", "0", "--log-level", "error")
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of request; ``unit`` is what is counted."""
+
+    name: str
+    prompt_bytes: int
+    connections: int
+    is_stream: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What one row's time is of."""
+        return "event" if self.is_stream else "request"
+
+
+CASES: Final = (Case("500 B", 500, 64), Case("100 kB", 100_000, 64), Case("streams", 500, 50, is_stream=True))
+
+
+class _Client(asyncio.Protocol):
+    """Asks again as soon as it is answered. Two sessions' worth of headers."""
+
+    def __init__(self, case: Case, done: list[int]) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._case = case
+        self._done = done
+        self._number = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's are no subclass of asyncio's
+        self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() != 200:
+            raise RuntimeError(f"answered {self._parser.get_status_code()}")
+        self._done[0] += EVENTS if self._case.is_stream else 1
+        self._ask()
+
+    def _ask(self) -> None:
+        self._number += 1
+        stream = b"true" if self._case.is_stream else b"false"
+        prompt = b"abcd " * (self._case.prompt_bytes // 5)
+        body = b'{"stream":%b,"model":"bench","messages":[{"role":"user","content":"%b"}]}' % (stream, prompt)
+        if self._transport is not None:
+            self._transport.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+                b"user-agent: bench\r\naccept: application/json\r\nx-session-id: session-%d\r\n"
+                b"content-length: %d\r\n\r\n%b" % (self._number % 2, len(body), body)
+            )
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+
+async def _measure(port: int, pid: int, case: Case, seconds: float) -> float:
+    """Microseconds of processor time that the process ``pid`` spends on one unit."""
+    loop, done = asyncio.get_running_loop(), [0]
+    clients = [
+        (await loop.create_connection(lambda: _Client(case, done), "127.0.0.1", port))[1]
+        for _ in range(case.connections)
+    ]
+    await asyncio.sleep(min(1.0, seconds / 2))  # warm, and past the first connections
+    before, done[0] = _processor_seconds(pid), 0
+    await asyncio.sleep(seconds)
+    spent = _processor_seconds(pid) - before
+    for client in clients:
+        client.close()
+    await asyncio.sleep(0.1)
+    return spent / max(1, done[0]) * 1e6
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+@asynccontextmanager
+async def _process(*command: str) -> AsyncIterator[tuple[int, str]]:
+    """A running part: its process id and the line that says it is ready."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process.pid, (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def _peer(command: str, worker: str) -> AsyncIterator[tuple[int, int]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    words = shlex.split(command.format(port=port, worker=worker))
+    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.DEVNULL)
+    try:
+        await _answers(port)
+        yield process.pid, port
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _answers(port: int) -> None:
+    """Wait until a proxy takes requests for the model."""
+    body = b'{"model":"bench","messages":[{"role":"user","content":"hi"}]}'
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+                    b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                status = await reader.readline()
+                writer.close()
+                if b" 200 " in status:
+                    return
+            except OSError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+async def _run(seconds: float, runs: int, peers: dict[str, str]) -> None:
+    async with (
+        _process(*_PARTS, "worker") as (_, ready),
+        _process(*_PARTS, "relay", ready.split("port=")[1].strip()) as (relay_pid, relay_ready),
+        _process(*_ROUTER, "--port", "0", "--worker", _url(ready)) as (router_pid, router_ready),
+    ):
+        relay_port = int(relay_ready.split("port=")[1])
+        router_port = int(router_ready.split("data=http://127.0.0.1:")[1].split()[0])
+        await _answers(router_port)
+        rows = [("bare relay", relay_pid, relay_port), ("homing", router_pid, router_port)]
+        found = await _table(rows, seconds, runs)
+        for name, command in peers.items():
+            async with _peer(command, _url(ready)) as (pid, port):
+                # The router once more beside each peer: machines change from minute to minute.
+                beside = await _table([("homing", router_pid, router_port), (name, pid, port)], seconds, runs)
+                found |= {(row, case): value for (row, case), value in beside.items() if row == name}
+                found |= {(f"homing beside {name}", case): v for (row, case), v in beside.items() if row == "homing"}
+        _show(found)
+
+
+def _url(ready: str) -> str:
+    return f"http://127.0.0.1:{ready.split('port=')[1].strip()}"
+
+
+async def _table(rows: Sequence[tuple[str, int, int]], seconds: float, runs: int) -> dict[tuple[str, str], float]:
+    """Microseconds by row and case: the median of ``runs``, taken in turns."""
+    taken: dict[tuple[str, str], list[float]] = {}
+    for _ in range(runs):
+        for case in CASES:
+            for name, pid, port in rows:
+                taken.setdefault((name, case.name), []).append(await _measure(port, pid, case, seconds))
+    return {key: median(values) for key, values in taken.items()}
+
+
+def _show(found: dict[tuple[str, str], float]) -> None:
+    print("processor time, us; in brackets as a multiple of the bare relay's")
+    width = max(len(name) for name, _ in found)
+    for name in dict.fromkeys(name for name, _ in found):
+        values = ((case, found[name, case.name], found["bare relay", case.name]) for case in CASES)
+        cells = (f"{case.name} {value:8.1f} a {case.unit} ({value / floor:4.1f})" for case, value, floor in values)
+        print(f"{name:{width}}  " + "   ".join(cells))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="homing bench proxy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (default: 3)")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="may be repeated")
+    options = parser.parse_args(argv)
+    peers = dict(peer.split("=", 1) for peer in options.peer)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(options.seconds, options.runs, peers))
+    return 0
