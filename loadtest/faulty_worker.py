@@ -15,7 +15,6 @@ import httptools
 MODEL: Final = "soak"
 #: Events of a streamed answer, but for the last.
 EVENTS: Final = 4
-_EVENT_SECONDS: Final = 0.002
 _MODELS: Final = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
 
 
@@ -24,6 +23,8 @@ class FaultyWorker:
 
     def __init__(self, *, reset_ratio: float, rng: random.Random) -> None:
         self.reset_ratio = reset_ratio
+        #: Between two events of a stream.
+        self.event_seconds = 0.002
         self.rng = rng
         self.port = 0
         #: How often each request was answered in full, by what it asked.
@@ -127,7 +128,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._write(_event({"choices": [{"delta": {"content": f"{text}.{number} "}}]}))
             loop = asyncio.get_running_loop()
-            self._ticking = loop.call_later(_EVENT_SECONDS, self._stream, text, number + 1, breaks_at)
+            self._ticking = loop.call_later(self._worker.event_seconds, self._stream, text, number + 1, breaks_at)
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import resource
 import secrets
 import socket
 import sys
@@ -24,6 +25,7 @@ from structlog.typing import FilteringBoundLogger
 from router.access import Access
 from router.admin.api import create_admin
 from router.admin.explain import sampled_log
+from router.core.load import explains_silence
 from router.core.types import RankStatus
 from router.core.usable import Geometry
 from router.errors import ConfigError, Conflict, NotFound
@@ -52,11 +54,19 @@ if TYPE_CHECKING:
 _COLLECT_AFTER = (20_000, 50, 50)
 
 
+def _allow_many_files() -> None:
+    """As many open files as the system lets this process have: every client and every worker's connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems name more than they allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def run(settings: Settings, *, reread: Callable[[], Settings]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: 0, 1 for a port that is taken, 2 for a bad setting.
 
     ``reread`` says what the settings are now; it is asked at a reload and may raise ``ConfigError``.
     """
+    _allow_many_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, reread))
 
@@ -138,9 +148,9 @@ class Router:
         async def learn(worker: Worker) -> None:
             await learn_from_worker(worker, brain, client, log)
 
-        def is_streaming(worker: Worker) -> bool:
-            loads = [fleet.member(slot).load for slot in worker.slots]
-            return any(load.inflight > load.waiting for load in loads)
+        def is_at_work(worker: Worker) -> bool:
+            now = time.monotonic()
+            return any(explains_silence(fleet.member(slot).load, now=now) for slot in worker.slots)
 
         self._registry = Registry(
             fleet,
@@ -152,7 +162,7 @@ class Router:
             wall_clock=time.time,
             hooks=Hooks(
                 on_worker_ready=learn,
-                has_progress=is_streaming,
+                has_progress=is_at_work,
                 encode=brain.token_ids,
                 promised=fleet.promised_tokens,
             ),

@@ -16,6 +16,8 @@ from router.core.types import RankLoad
 #: Half-life of the memory of prefill work sent, by which sequential traffic and cold conversations are spread: some
 #: minutes, since a conversation keeps its rank busy every minute or so.
 RECENT_HALF_LIFE_SECONDS = 180.0
+#: A worker with a prompt in hand may be silent for so long, whatever is expected of it.
+_SILENT_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +167,16 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
         total.waiting_seconds += part.waiting_seconds
         total.serving_since = max(total.serving_since, part.serving_since)
         total.recent_seconds += recent_seconds(part, now=now)
+
+
+def explains_silence(load: RankLoad, *, now: float) -> bool:
+    """Whether a worker that answers no probe may just be at work: it streams, or is not yet long overdue with a prompt.
+
+    What a prompt takes is an estimate, so it may take twice as long, and a little more.
+    """
+    if load.inflight > load.waiting:
+        return True
+    return load.waiting > 0 and now - load.serving_since <= 2.0 * load.waiting_seconds + _SILENT_SECONDS
 
 
 def wait_seconds(load: RankLoad, *, now: float) -> float:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from router.core.load import RECENT_HALF_LIFE_SECONDS, Claim, LoadBook, recent_seconds, wait_seconds
+from router.core.load import RECENT_HALF_LIFE_SECONDS, Claim, LoadBook, explains_silence, recent_seconds, wait_seconds
 
 SLOTS = (0, 1, 2)
 
@@ -210,3 +210,16 @@ def test_leaving_a_long_queue_is_cheap_wherever_one_stands() -> None:
         return best
 
     assert seconds_each(20_000) < 10 * seconds_each(500)
+
+
+def test_silence_is_explained_by_work_in_hand() -> None:
+    """Streaming explains it for ever, a prompt for twice its expected time and ten seconds more, idleness never."""
+    book = LoadBook()
+    assert not explains_silence(book.load(0), now=0.0)
+    claim = book.open(0, prompt_tokens=1000, prefill_tokens=1000, seconds=30.0, now=100.0)
+    assert explains_silence(book.load(0), now=170.0)
+    assert not explains_silence(book.load(0), now=170.1)
+    book.first_byte(claim, now=171.0)
+    assert explains_silence(book.load(0), now=1e6)
+    book.close(claim, now=1e6)
+    assert not explains_silence(book.load(0), now=1e6)
