@@ -49,6 +49,9 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._parser = httptools.HttpRequestParser(self)  # an offer to upgrade is declined
+        except httptools.HttpParserError:
+            if self.transport is not None:
+                self.transport.close()  # HTTP/2, which a peer may try first
 
     def on_message_begin(self) -> None:
         self._head, self._body = [], []
@@ -82,7 +85,7 @@ class Worker(_Connection):
         if not body:
             known = self._url in (b"/v1/models", b"/health")
             self.write(_whole(b"200 OK" if known else b"404 Not Found", _MODELS if known else b"{}"))
-        elif b'"stream":true' in body[:64]:
+        elif b'"stream":true' in body:
             self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
             self._tick(EVENTS)
         else:
