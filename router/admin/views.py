@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from router.fleet.fleet import Fleet, RankInfo
+from router.fleet.fleet import Fleet
+from router.fleet.member import RankInfo
 from router.fleet.registry import Registry, Worker
 from router.telemetry.metrics import Metrics
 from router.telemetry.tallies import Counter

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from prometheus_client import Gauge
 
@@ -22,14 +22,12 @@ from router.core.types import (
     FleetView,
     RankId,
     RankLoad,
-    RankPace,
     RankStatus,
     RankView,
-    Residency,
     SessionKey,
-    Trust,
 )
 from router.core.usable import Geometry
+from router.fleet.member import HeldBack, Member, RankInfo
 from router.fleet.shared import Embedded, SharedState
 from router.fleet.target import ModelCard, Target
 from router.settings import RoutingSettings
@@ -39,69 +37,8 @@ from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, Sna
 
 #: After a reset that the router made, an engine may be so late with the clear that belongs to it.
 CLEAR_SECONDS = 5.0
-#: So many store events without any effect, and a rank's stream is reported as not understood.
-DEAF_EVENTS = 16
 #: An index is shared by the ranks that serve the same models in blocks of the same size.
 IndexKey = tuple[frozenset[str], int]
-
-
-@dataclass(slots=True)
-class HeldBack:
-    """Events that came after a reset, but perhaps from before it: until the engine's own clear, or ``until``."""
-
-    until: float
-    batches: list[EventBatch] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Member:
-    """A rank that is known, with its live cells."""
-
-    slot: int
-    id: RankId
-    target: Target
-    models: frozenset[str]
-    status: RankStatus
-    pace: RankPace
-    learner: PaceLearner
-    load: RankLoad
-    trust: Trust = field(default_factory=Trust)
-    residency: Residency = field(default_factory=Residency)
-    pool_tokens: int | None = None
-    index: PrefixIndex | None = None
-    block_tokens: int | None = None
-    held: HeldBack | None = None
-    stored_events: int = 0
-    cards: Mapping[str, ModelCard] = field(default_factory=dict)
-
-    @property
-    def is_deaf(self) -> bool:
-        """Store events arrive, and not one block of them could be entered: something does not fit."""
-        applied = self.index.applied_blocks(self.slot) if self.index is not None else 0
-        return self.stored_events >= DEAF_EVENTS and not applied
-
-    @property
-    def labels(self) -> tuple[str, str]:
-        """Metric labels."""
-        return (self.id.worker, str(self.id.rank))
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """A rank as the admin plane shows it."""
-
-    id: RankId
-    slot: int
-    status: RankStatus
-    models: tuple[str, ...]
-    inflight: int
-    waiting_tokens: int
-    prefill_tokens_per_second: float
-    trust_ratio: float
-    breaker: BreakerState
-    resident_blocks: int
-    block_tokens: int | None
-    pool_tokens: int | None
 
 
 class Fleet:

@@ -19,7 +19,8 @@ from router.core.session import Binding, identify
 from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
 from router.errors import NoWorker
 from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
-from router.fleet.fleet import Fleet, Member
+from router.fleet.fleet import Fleet
+from router.fleet.member import Member
 from router.proxy.holding import HeldRequest, Holding
 from router.proxy.models import Models
 from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys

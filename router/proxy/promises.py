@@ -15,7 +15,8 @@ from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
 from router.core.types import Engine, SessionKey
-from router.fleet.fleet import Fleet, Member
+from router.fleet.fleet import Fleet
+from router.fleet.member import Member
 from router.proxy.prepared import PreparedRequest
 from router.wire.block_keys import block_keys
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from router.core.types import Engine, RankId
-from router.fleet.fleet import CLEAR_SECONDS, DEAF_EVENTS, Fleet
+from router.fleet.fleet import CLEAR_SECONDS, Fleet
+from router.fleet.member import DEAF_EVENTS
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics

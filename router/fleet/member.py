@@ -1,0 +1,82 @@
+"""A rank that is known: its live cells, and how the admin plane shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from router.core.breaker import BreakerState
+from router.core.index import PrefixIndex
+from router.core.pace import PaceLearner
+from router.core.types import (
+    RankId,
+    RankLoad,
+    RankPace,
+    RankStatus,
+    Residency,
+    Trust,
+)
+from router.fleet.target import ModelCard, Target
+from router.wire.kv_events import EventBatch
+
+#: So many store events without any effect, and a rank's stream is reported as not understood.
+DEAF_EVENTS = 16
+
+
+@dataclass(slots=True)
+class HeldBack:
+    """Events that came after a reset, but perhaps from before it: until the engine's own clear, or ``until``."""
+
+    until: float
+    batches: list[EventBatch] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank that is known, with its live cells."""
+
+    slot: int
+    id: RankId
+    target: Target
+    models: frozenset[str]
+    status: RankStatus
+    pace: RankPace
+    learner: PaceLearner
+    load: RankLoad
+    trust: Trust = field(default_factory=Trust)
+    residency: Residency = field(default_factory=Residency)
+    pool_tokens: int | None = None
+    index: PrefixIndex | None = None
+    block_tokens: int | None = None
+    held: HeldBack | None = None
+    stored_events: int = 0
+    cards: Mapping[str, ModelCard] = field(default_factory=dict)
+
+    @property
+    def is_deaf(self) -> bool:
+        """Store events arrive, and not one block of them could be entered: something does not fit."""
+        applied = self.index.applied_blocks(self.slot) if self.index is not None else 0
+        return self.stored_events >= DEAF_EVENTS and not applied
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Metric labels."""
+        return (self.id.worker, str(self.id.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A rank as the admin plane shows it."""
+
+    id: RankId
+    slot: int
+    status: RankStatus
+    models: tuple[str, ...]
+    inflight: int
+    waiting_tokens: int
+    prefill_tokens_per_second: float
+    trust_ratio: float
+    breaker: BreakerState
+    resident_blocks: int
+    block_tokens: int | None
+    pool_tokens: int | None
