@@ -99,6 +99,7 @@ def _application(shim: ShimApi, lifespan: Lifespan) -> FastAPI:
     posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/chat/completions": shim.chat,
         "/v1/completions": shim.complete,
+        "/v1/chat/completions/render": shim.render,
         "/tokenize": shim.tokenize,
         "/detokenize": shim.detokenize,
         "/reset_prefix_cache": shim.reset_prefix_cache,
@@ -227,6 +228,13 @@ class ShimApi:
         else:
             raise ApiError("either prompt or messages is needed", param="prompt")
         return _json({"count": len(ids), "max_model_len": self.model.max_context_tokens, "tokens": ids})
+
+    async def render(self, request: Request) -> Response:
+        """``POST /v1/chat/completions/render``: the ids a chat request would be run with, as vLLM tells them."""
+        asked = await self._read(request, api.ChatRequest)
+        self._check_model(asked.model)
+        text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
+        return _json({"token_ids": await self._encode(text, add_special_tokens=False), "model": self.model.name})
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``: the text of token ids."""

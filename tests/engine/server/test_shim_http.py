@@ -177,7 +177,7 @@ def test_batch_of_prompts(client: httpx.Client) -> None:
 
 
 def test_tokenize_agrees_with_what_is_run(client: httpx.Client) -> None:
-    """/tokenize gives the ids that a chat is run with; /detokenize and /tokenizer.json take them back to text."""
+    """/tokenize and /render give the ids a chat is run with; /detokenize and /tokenizer.json take them back to text."""
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the old house"}]
     tokens = client.post("/tokenize", json={"messages": messages}).json()
     run = client.post(
@@ -185,6 +185,8 @@ def test_tokenize_agrees_with_what_is_run(client: httpx.Client) -> None:
     ).json()
     assert tokens["tokens"] == run["prompt_token_ids"]
     assert tokens["count"] == run["usage"]["prompt_tokens"] == len(tokens["tokens"])
+    rendered = client.post("/v1/chat/completions/render", json={"messages": messages}).json()
+    assert rendered["token_ids"] == tokens["tokens"]
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     assert client.post("/tokenize", json={"messages": parts}).json() == tokens
     text = client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
