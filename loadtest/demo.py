@@ -8,15 +8,11 @@ text are asked for through warm caches. Every process that was started is ended.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -24,6 +20,7 @@ import msgspec
 from rich.console import Console
 
 from engine_shim.model.needle_text import facts, haystack
+from loadtest.processes import HomingProcess, ProcessError, router, running
 
 POLICIES = ("round_robin", "affinity")
 SESSIONS = ("--sessions", "10", "--turns", "30", "--lanes", "6", "--seed", "1", "--scale-time", "0")
@@ -31,66 +28,6 @@ HAYSTACK_TOKENS = 8_000
 QUESTIONS = 32
 NEAR_IDEAL_RATIO = 0.02
 WELL_BELOW_RATIO = 0.10
-START_SECONDS = 120.0
-STOP_SECONDS = 15.0
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message says why and names the log."""
-
-
-class Process:
-    """A ``homing`` subcommand that has printed its ready line, as ``name=value`` pairs."""
-
-    def __init__(self, name: str, arguments: Sequence[str], *, logs: Path) -> None:
-        self.name = name
-        self._log = logs / f"{name}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "router.cli", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-
-    def ready(self) -> dict[str, str]:
-        """Wait for the ready line. Raises ``DemoError`` if the process ends without one."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            words = line.decode().split()
-            if words[:1] == ["homing"] and "ready" in words:
-                return dict(word.split("=", 1) for word in words if "=" in word)
-        self._process.wait()
-        raise DemoError(f"{self.name} did not start:\n{self._log.read_text()[-2000:]}")
-
-    @property
-    def has_ended(self) -> bool:
-        """No process is left of it."""
-        return self._process.poll() is not None
-
-    def stop(self) -> None:
-        """Ask it to stop; kill it if it has not after a while."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
-@contextlib.contextmanager
-def running(processes: Sequence[Process]) -> Iterator[list[dict[str, str]]]:
-    """Wait until all are ready; end all, whatever happens."""
-    try:
-        with ThreadPoolExecutor(len(processes)) as pool:
-            yield list(pool.map(Process.ready, processes))
-    finally:
-        for process in reversed(processes):
-            process.stop()
 
 
 def main() -> int:
@@ -102,7 +39,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="homing-demo-") as folder:
             return _demo(Path(folder), console)
-    except DemoError as error:
+    except ProcessError as error:
         console.print(f"[red]demo failed:[/red] {error}", highlight=False)
         return 1
     except KeyboardInterrupt:
@@ -113,7 +50,7 @@ def main() -> int:
 def _demo(folder: Path, console: Console) -> int:
     console.print("Starting two workers of two ranks each: paged-KV engine on torch, CPU, model 'needle' ...")
     shims = [
-        Process(
+        HomingProcess(
             f"shim-{number}",
             (
                 *("shim", "--port", "0", "--dp-size", "2", "--kv-events-port", "0", "--replay-port", "0"),
@@ -124,12 +61,14 @@ def _demo(folder: Path, console: Console) -> int:
         for number in (1, 2)
     ]
     reports = []
-    with running(shims) as started:
-        workers = [f"http://{words['http']}" for words in started]
+    with running(shims) as ready:
+        workers = [f"http://{words['http']}" for words in ready]
         for policy in POLICIES:
             for worker in workers:
                 httpx.post(f"{worker}/reset_prefix_cache", timeout=30).raise_for_status()
-            with _router(policy, workers, folder) as url:
+            options = ("--policy", policy)
+            with router(f"router-{policy}", options, workers=workers, ranks=2 * len(workers), logs=folder) as started:
+                url = started["data"]
                 console.print(f"\nThe same agent sessions under [bold]{policy}[/bold], from empty caches:")
                 reports.append(_replay(policy, url, folder))
                 if policy == POLICIES[-1]:
@@ -148,33 +87,12 @@ def _demo(folder: Path, console: Console) -> int:
     return 1 if failed else 0
 
 
-@contextlib.contextmanager
-def _router(policy: str, workers: Sequence[str], folder: Path) -> Iterator[str]:
-    """A router over the workers, with all ranks ready."""
-    named = [option for worker in workers for option in ("--worker", worker)]
-    arguments = ("router", "--port", "0", "--admin-port", "0", "--policy", policy, "--log-level", "warning", *named)
-    with running([Process(f"router-{policy}", arguments, logs=folder)]) as started:
-        url = started[0]["data"]
-        deadline = time.monotonic() + START_SECONDS
-        while not _all_ready(started[0]["admin"], ranks=2 * len(workers)):
-            if time.monotonic() > deadline:
-                raise DemoError("the router did not find all ranks ready in time")
-            time.sleep(0.1)
-        yield url
-
-
-def _all_ready(admin: str, *, ranks: int) -> bool:
-    workers = httpx.get(f"{admin}/admin/workers", timeout=10).json()["workers"]
-    ready = [rank for worker in workers for rank in worker["ranks"] if rank["status"] == "ready"]
-    return len(ready) == ranks
-
-
 def _replay(policy: str, url: str, folder: Path) -> Path:
     report = folder / f"{policy}.json"
     command = [sys.executable, "-m", "router.cli", "replay", "--url", url, *SESSIONS]
     status = subprocess.run([*command, "--label", policy, "--json", str(report)], check=False).returncode
     if status:
-        raise DemoError(f"the replay under {policy} ended with status {status}")
+        raise ProcessError(f"the replay under {policy} ended with status {status}")
     return report
 
 
