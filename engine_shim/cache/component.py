@@ -76,6 +76,10 @@ class Component:
         self._free(pages, self._names(node))
         node.held[self.index] = None
 
+    def victim(self) -> Node | None:
+        """Whose pages go next. A pin covers what a lock would, so in the full group this is a leaf as well."""
+        return next((node for node in self.unlocked if not node.pins[self.index]), None)
+
     def shorten(self, node: Node, keep: int) -> None:
         """Free what lies behind the first ``keep`` pages of a leaf; the tree cuts the leaf itself afterwards."""
         pages = self.held(node)
@@ -89,6 +93,7 @@ class Component:
         if held is not None:
             upper.held[self.index], lower.held[self.index] = held[:pages], held[pages:]
         upper.locks[self.index] = lower.locks[self.index]
+        upper.pins[self.index] = lower.pins[self.index]
         if lower in self.unlocked:
             self.unlocked.split(upper, lower, upper_first=self.upper_first)
 
@@ -105,14 +110,30 @@ class Component:
     def lock(self, node: Node) -> None:
         """Keep the node's pages from eviction."""
         if node.locks[self.index] == 0:
-            self.unlocked.remove(node, len(self.held(node)))
+            self.unlocked.remove(node, self._worth(node))
         node.locks[self.index] += 1
 
     def unlock(self, node: Node) -> None:
         """Undo one ``lock``; with the last one the node becomes the most recently used."""
         node.locks[self.index] -= 1
         if node.locks[self.index] == 0:
-            self.unlocked.add(node, len(self.held(node)))
+            self.unlocked.add(node, self._worth(node))
+
+    def pin(self, node: Node) -> None:
+        """Keep the node's pages while they are copied, at their place in the order of eviction."""
+        if node in self.unlocked:
+            self.unlocked.pages -= self._worth(node)
+        node.pins[self.index] += 1
+
+    def unpin(self, node: Node) -> None:
+        """Undo one ``pin``."""
+        node.pins[self.index] -= 1
+        if node in self.unlocked:
+            self.unlocked.pages += self._worth(node)
+
+    def _worth(self, node: Node) -> int:
+        """What the node would give up if nobody had locked it."""
+        return 0 if node.pins[self.index] else len(self.held(node))
 
     def touch(self, node: Node) -> None:
         """A use: the most recent, unless locked or not present."""

@@ -16,10 +16,17 @@ class IntegrityError(RuntimeError):
     """The cache contradicts itself; the message says where."""
 
 
-def check_integrity(cache: RadixCache, *, held: Sequence[Collection[int]], receipts: Iterable[Receipt]) -> None:
+def check_integrity(
+    cache: RadixCache,
+    *,
+    held: Sequence[Collection[int]],
+    receipts: Iterable[Receipt],
+    pins: Iterable[Receipt] = (),
+) -> None:
     """Raise ``IntegrityError`` unless the tree, its pools and its users agree.
 
-    ``held[g]`` are the pages of group g that requests own, ``receipts`` all locks that were not released.
+    ``held[g]`` are the pages of group g that requests own, ``receipts`` all locks that were not released, ``pins``
+    what is being copied out.
 
     - Links go both ways, keys and hashes follow from the tokens, and every run has one full page a page, as many
       window pages or none, and one state or none. No leaf without readers is of no use.
@@ -32,6 +39,7 @@ def check_integrity(cache: RadixCache, *, held: Sequence[Collection[int]], recei
     for node in nodes:
         _check_node(cache, node)
     _check_locks(cache, nodes, list(receipts))
+    _check_pins(cache, nodes, list(pins))
     for component in cache.components:
         _check_pages(component, nodes, held[component.index])
         _check_order(component, nodes)
@@ -55,7 +63,7 @@ def _check_node(cache: RadixCache, node: Node) -> None:
         expected = 1 if group.kind is GroupKind.STATE else node.pages
         if len(pages or ()) != expected and (pages is not None or group.index == FULL):
             raise IntegrityError(f"{_name(node)} has {len(pages or ())} pages of group {group.index}, not {expected}")
-    if not node.children and not node.locks[FULL] and not all(c.serves(node) for c in cache.components):
+    if not (node.children or node.locks[FULL] or node.pins[FULL]) and not all(c.serves(node) for c in cache.components):
         raise IntegrityError(f"{_name(node)} is a leaf that serves nobody")
 
 
@@ -94,6 +102,19 @@ def _check_locks(cache: RadixCache, nodes: list[Node], receipts: list[Receipt]) 
         raise IntegrityError(f"{cache.receipts} locks counted, {len(receipts)} receipts out")
 
 
+def _check_pins(cache: RadixCache, nodes: list[Node], pins: list[Receipt]) -> None:
+    for group, component in enumerate(cache.components):
+        counts: Counter[Node] = Counter()
+        for receipt in pins:
+            counts.update(component.covered(receipt.node, receipt.extents[group], _refuse_to_cut))
+        if any(node.pins[group] != counts[node] for node in nodes) or not counts.keys() <= set(nodes):
+            raise IntegrityError(f"group {group}: pins are not what the copies under way add up to")
+        if any(node.pins[group] and (node.held[group] is None or not node.pins[FULL]) for node in nodes):
+            raise IntegrityError(f"group {group}: a copy is made of what is not there")
+    if cache.pinned != len(pins):
+        raise IntegrityError(f"{cache.pinned} pins counted, {len(pins)} copies under way")
+
+
 def _refuse_to_cut(node: Node, pages: int) -> None:
     raise IntegrityError(f"a window lock begins inside {_name(node)}")
 
@@ -103,7 +124,7 @@ def _check_order(component: Component, nodes: list[Node]) -> None:
     expected = {node for node in nodes if node.held[group] is not None and not node.locks[group]}
     if len(listed) != len(expected) or set(listed) != expected:
         raise IntegrityError(f"group {group}: {len(listed)} nodes may be evicted, {len(expected)} are unlocked")
-    if component.unlocked.pages != sum(len(component.held(node)) for node in listed):
+    if component.unlocked.pages != sum(len(component.held(node)) for node in listed if not node.pins[group]):
         raise IntegrityError(f"{component.unlocked.pages} pages counted as evictable, not what the nodes hold")
 
 

@@ -12,7 +12,8 @@ class Node:
 
     ``hashes`` has one entry a page, ``tokens`` is ``page_tokens`` times as long. ``held[g]`` is what cache group g
     has of this run, or None: a *tombstone* in that group. The full group always has all pages, a window group all
-    or none, a state group the one slot with the state at the run's *end*. ``locks[g]`` counts who reads that.
+    or none, a state group the one slot with the state at the run's *end*. ``locks[g]`` counts who reads that,
+    ``pins[g]`` how many transfers copy it out: a lock is a use, a pin is none, and neither lets it go.
     A child is keyed by the tokens of its first page. A root has no pages; its one hash is the seed of its
     namespace's chain.
     """
@@ -23,6 +24,7 @@ class Node:
     hashes: list[int]
     held: list[list[int] | None]
     locks: list[int]
+    pins: list[int]
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
     @property
@@ -49,10 +51,10 @@ class Node:
 
 
 class Recency:
-    """Nodes of one component that nobody has locked, least recently used first, and their number of pages.
+    """Nodes of one component that nobody has locked, least recently used first, and the pages they can give up.
 
     A doubly linked ring through ``None``, so that a node which is split keeps its place for both halves.
-    ``pages`` is kept by the tree, which knows what each change is worth.
+    ``pages`` is kept by the tree, which knows what each change is worth; a pinned node is listed, but worth nothing.
     """
 
     __slots__ = ("_newer", "_older", "pages")
@@ -61,11 +63,6 @@ class Recency:
         self.pages = 0
         self._newer: dict[Node | None, Node | None] = {None: None}
         self._older: dict[Node | None, Node | None] = {None: None}
-
-    @property
-    def oldest(self) -> Node | None:
-        """The next one to give up pages."""
-        return self._newer[None]
 
     def __contains__(self, node: Node) -> bool:
         return node in self._newer

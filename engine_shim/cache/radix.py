@@ -86,6 +86,7 @@ class RadixCache:
         self.components = components_of(layout, events)
         self.pools = tuple(component.pool for component in self.components)
         self.receipts = 0
+        self.pinned = 0
         self._events = events
         self._page = layout.page_tokens
         self._window = self.components[layout.window.index] if layout.window else None
@@ -155,6 +156,37 @@ class RadixCache:
             for node in self._covered(receipt, component):
                 component.unlock(node)
         self.receipts -= 1
+        self._prune(receipt.node)
+
+    def lock_full(self, namespace: str, tokens: Sequence[int]) -> tuple[Receipt, list[int]]:
+        """Lock what the full component alone has of ``tokens``, usable or not; the receipt and the full pages."""
+        node = root = self._roots.get(namespace) or self._new_root(namespace)
+        pages: list[int] = []
+        for node, count in self._walk(root, tuple(tokens)):
+            pages += self.components[FULL].held(node)[:count]
+        if node is not root and count < node.pages:
+            node = self._split(node, count)
+        receipt = Receipt(node, (len(pages), *[0] * (len(self.components) - 1)))
+        for above in self._covered(receipt, self.components[FULL]):
+            self.components[FULL].lock(above)
+        self.receipts += 1
+        return receipt, pages
+
+    def pin(self, receipt: Receipt) -> None:
+        """Keep what a receipt covers while it is copied out: no use, so nothing moves in the order of eviction."""
+        for component in self.components:
+            for node in self._covered(receipt, component):
+                component.pin(node)
+        self.pinned += 1
+
+    def unpin(self, receipt: Receipt) -> None:
+        """Undo a ``pin`` exactly. Raises ``PageError`` where a second one shows."""
+        if receipt.node.pins[FULL] == 0:
+            raise PageError("a copy ended twice")
+        for component in self.components:
+            for node in self._covered(receipt, component):
+                component.unpin(node)
+        self.pinned -= 1
         self._prune(receipt.node)
 
     def locked_pages(self, receipt: Receipt, group: int) -> list[int]:
@@ -233,7 +265,7 @@ class RadixCache:
         """
         component = self.components[group]
         wanted = component.pool.free_pages + pages
-        while component.pool.free_pages < wanted and (node := component.unlocked.oldest) is not None:
+        while component.pool.free_pages < wanted and (node := component.victim()) is not None:
             if group == FULL:
                 self._shorten(node, max(0, node.pages - wanted + component.pool.free_pages))
             else:
@@ -242,9 +274,9 @@ class RadixCache:
         return component.pool.free_pages - (wanted - pages)
 
     def reset(self) -> None:
-        """Forget everything. Raises ``PageError`` while a lock is held."""
-        if self.receipts:
-            raise PageError(f"{self.receipts} locks are held")
+        """Forget everything. Raises ``PageError`` while a lock is held or a copy is under way."""
+        if self.receipts or self.pinned:
+            raise PageError(f"{self.receipts} locks are held, {self.pinned} copies under way")
         for component in self.components:
             for node in component.unlocked:
                 component.pool.free(component.held(node))
@@ -276,7 +308,7 @@ class RadixCache:
 
     def _prune(self, node: Node) -> None:
         """Drop a leaf that nobody reads and in which nobody could resume, then its parent if that is one now."""
-        while not (node.is_root or node.children or node.locks[FULL]):
+        while not (node.is_root or node.children or node.locks[FULL] or node.pins[FULL]):
             if all(component.serves(node) for component in self.components):
                 return
             node = self._drop(node)
@@ -339,11 +371,18 @@ class RadixCache:
 
     def _new_node(self, parent: Node, tokens: tuple[int, ...], hashes: list[int]) -> Node:
         groups = len(self.components)
-        return Node(parent.namespace, parent, tokens, hashes, held=[None] * groups, locks=[0] * groups)
+        return Node(
+            parent.namespace, parent, tokens, hashes, held=[None] * groups, locks=[0] * groups, pins=[0] * groups
+        )
 
     def _new_root(self, namespace: str) -> Node:
         groups = len(self.components)
-        return Node(namespace, None, (), [namespace_seed(namespace)], held=[None] * groups, locks=[0] * groups)
+        return Node(
+            *(namespace, None, (), [namespace_seed(namespace)]),
+            held=[None] * groups,
+            locks=[0] * groups,
+            pins=[0] * groups,
+        )
 
 
 def shared_pages(left: Sequence[int], right: Sequence[int], *, page_tokens: int) -> int:
