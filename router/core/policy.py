@@ -134,10 +134,11 @@ class Affinity:
             chosen = self._places.first(view, _near(ranks, priced, request, lowest=lowest), request)
         else:
             chosen = rng.choice(equal)
-        return _decision(chosen, ranks, request, reason=self._reason(chosen, home, request), prices=priced)
+        return _decision(chosen, ranks, request, reason=self.reason(chosen, home, request), prices=priced)
 
     @staticmethod
-    def _reason(chosen: RankView, home: RankView | None, request: RouteRequest) -> Reason:
+    def reason(chosen: RankView, home: RankView | None, request: RouteRequest) -> Reason:
+        """What a choice by price means for the session."""
         if home is not None and chosen.slot == home.slot:
             return Reason.HOME
         if home is not None and reusable_tokens(home, request) > reusable_tokens(chosen, request):

@@ -34,8 +34,42 @@ class RankStatus(StrEnum):
     DOWN = "down"
 
 
+class WorkerRole(StrEnum):
+    """Which part of a request's work a worker does."""
+
+    UNIFIED = "unified"  # all of it
+    PREFILL = "prefill"  # computes prompts and hands their keys and values to a decode rank
+    DECODE = "decode"  # makes answers from what a prefill rank hands over
+
+    __hash__ = str.__hash__
+
+
+class Handover(StrEnum):
+    """The contract by which a prompt's keys and values reach a decode rank. The two ranks of a pair speak the same."""
+
+    BOOTSTRAP = "bootstrap"  # SGLang: both are asked at once, and meet in a room that the router names
+    PARAMS = "params"  # vLLM: prefill is asked first, and its answer tells the decode rank where to fetch
+
+    __hash__ = str.__hash__
+
+
+class Part(NamedTuple):
+    """What a rank does of a request. A decode rank that is not ``is_self_sufficient`` refuses what nobody prefilled."""
+
+    role: WorkerRole = WorkerRole.UNIFIED
+    handover: Handover = Handover.BOOTSTRAP
+    is_self_sufficient: bool = True
+
+
+#: What a rank does that has no particular role.
+WHOLE = Part()
+
+
 class Reason(StrEnum):
-    """Why a request went where it went: a metric label, a response header, an answer of explain."""
+    """Why a request went where it went: a metric label, a response header, an answer of explain.
+
+    Of a pair of ranks it says why the prompt is computed where it is.
+    """
 
     HOME = "home"  # the rank that served this session before
     PREFIX = "prefix"  # another rank, whose cache holds enough of the prompt to be the cheapest
@@ -46,6 +80,8 @@ class Reason(StrEnum):
     LOAD = "load"  # least_loaded: it had the least to do
     RETRY = "retry"  # an earlier attempt failed elsewhere
     ONLY = "only"  # no other rank could serve it
+    BYPASS = "bypass"  # a decode rank by itself: it holds so much that a prefill rank would cost more
+    DEGRADED = "degraded"  # a decode rank by itself, since no prefill rank can be had
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
 
@@ -94,6 +130,8 @@ class RankPace:
     factor: float = 1.0
     decode_request_seconds: float = 1e-4
     decode_token_seconds: float = 1e-8
+    #: What a decode rank takes to fetch a token's keys and values from a prefill rank.
+    transfer_token_seconds: float = 5e-6
 
 
 @dataclass(slots=True)
@@ -123,6 +161,7 @@ class RankView:
     trust: Trust
     pool_tokens: int | None = None
     residency: Residency | None = None
+    part: Part = WHOLE
 
     @property
     def trust_ratio(self) -> float:
@@ -136,10 +175,14 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. A new view is published when a rank comes, goes or changes status."""
+    """The fleet at one moment. A new view is published when a rank comes, goes or changes status.
+
+    ``is_disaggregated``: some rank does a part of the work only.
+    """
 
     ranks: tuple[RankView, ...] = ()
     version: int = 0
+    is_disaggregated: bool = False
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -150,6 +193,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``loadable_tokens[slot]`` is the same prefix when lower tiers count too (absent: no more than is reusable).
     ``allowed`` are the slots that admission left open (None: all).
     ``return_ratio`` is how likely the conversation is to ask again soon, as far as is known.
+    ``handovers`` are the contracts by which prompt and answer may be computed apart; none: any rank does.
+    ``prefill_home`` is the slot of the prefill rank that computed this session's last prompt.
     """
 
     model: str
@@ -162,6 +207,8 @@ class RouteRequest(msgspec.Struct, frozen=True):
     loadable_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
     allowed: frozenset[int] | None = None
     return_ratio: float = 1.0
+    handovers: frozenset[Handover] = frozenset()
+    prefill_home: int | None = None
 
 
 class Price(NamedTuple):
@@ -173,15 +220,42 @@ class Price(NamedTuple):
     decode_seconds: float
     evict_seconds: float
     move_seconds: float
+    transfer_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
         """What is compared."""
-        return self.wait_seconds + self.work_seconds + self.decode_seconds + self.evict_seconds + self.move_seconds
+        return (
+            self.wait_seconds
+            + self.work_seconds
+            + self.decode_seconds
+            + self.evict_seconds
+            + self.move_seconds
+            + self.transfer_seconds
+        )
+
+
+class PrefillLeg(msgspec.Struct, frozen=True):
+    """The prefill half of a pair: where the prompt is computed, and what is expected of it there.
+
+    ``transfer_seconds`` is what handing the result over to the decode rank is expected to take.
+    """
+
+    slot: int
+    id: RankId
+    expected_cached_tokens: int
+    best_cached_tokens: int
+    expected_prefill_seconds: float
+    transfer_seconds: float
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes, why, and what is expected of it there."""
+    """Where a request goes, why, and what is expected of it there.
+
+    With a ``prefill`` leg the slot is the decode rank's, and the expectations are those of the prompt on the prefill
+    rank. ``pair_seconds`` and ``alone_seconds`` are the cheapest pair's price and that of the cheapest single rank,
+    where both were weighed.
+    """
 
     slot: int
     id: RankId
@@ -190,3 +264,6 @@ class Decision(msgspec.Struct, frozen=True):
     best_cached_tokens: int
     expected_prefill_seconds: float
     prices: Sequence[Price] = ()
+    prefill: PrefillLeg | None = None
+    pair_seconds: float | None = None
+    alone_seconds: float | None = None

@@ -1,0 +1,394 @@
+"""Prefill and decode on different ranks, chosen together by the price of ``core/cost``.
+
+A request can be served by one rank alone, which is a unified one or a decode rank that computes the prompt itself (the
+*bypass* of the prefill leg), or by a pair of a prefill rank p and a decode rank d that speak the same contract::
+
+    alone = wait + work + decode + evict + move + stall
+    pair  = max(wait_p + work_p, wait_d) + transfer + decode_d + evict_p + evict_d + move_p + move_d
+
+- stall: a prompt computed on a rank keeps each answer being made there waiting as long; a pair spares them that. On a
+  decode rank one answer is counted at least, since more are on their way to it;
+- transfer: a second leg, and fetching what the decode rank does not hold: what it holds is not sent;
+- move_p: as in ``core/cost``, where the session's home is the prefill rank that computed its last prompt;
+- move_d: the same for the decode rank, whose home saves the transfer of what is there. Alone it saves the prefill.
+
+So there is no threshold for the bypass: it is taken where it costs less. Of the two waits of a pair the longer counts,
+since they pass at the same time. The cheapest pair is found exactly, in O(n log n) for n ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from router.core.cost import CostParameters, prices, reusable_tokens, work_seconds
+from router.core.load import wait_seconds
+from router.core.policy import Affinity, Policy, candidates, make_policy
+from router.core.types import (
+    Decision,
+    FleetView,
+    Handover,
+    PrefillLeg,
+    Price,
+    RankStatus,
+    RankView,
+    Reason,
+    RouteRequest,
+    WorkerRole,
+)
+
+if TYPE_CHECKING:
+    from random import Random
+
+#: Prices closer than this are equal: the draw decides.
+_TIE_SECONDS = 1e-6
+#: What a second leg costs however little is handed over: a request more, and the meeting of the two ranks.
+HANDOVER_SECONDS = 0.005
+#: Rooms are this wide, as SGLang has them.
+_ROOM_BITS = 63
+
+
+def room(rng: Random, *, rank: int, dp_size: int) -> int:
+    """A fresh bootstrap room: 63 random bits, congruent to the prefill rank, from which SGLang derives that rank."""
+    drawn = rng.getrandbits(_ROOM_BITS)
+    found = drawn - drawn % dp_size + rank
+    return found if found < 1 << _ROOM_BITS else found - dp_size
+
+
+def can_serve(ranks: Iterable[RankView]) -> bool:
+    """Whether the ranks that are ready, whatever their model, can answer anything at all."""
+    ready = [rank.part for rank in ranks if rank.status is RankStatus.READY]
+    prefill = {part.handover for part in ready if part.role is WorkerRole.PREFILL}
+    return any(
+        part.role is not WorkerRole.PREFILL
+        and (part.role is WorkerRole.UNIFIED or part.is_self_sufficient or part.handover in prefill)
+        for part in ready
+    )
+
+
+def lacking(view: FleetView, model: str) -> WorkerRole | None:
+    """Which role's absence keeps a model that ready ranks serve from being answered; None: that is not why."""
+    roles = {rank.part.role for rank in view.ranks if model in rank.models and rank.status is RankStatus.READY}
+    if roles == {WorkerRole.PREFILL}:
+        return WorkerRole.DECODE
+    return WorkerRole.PREFILL if roles == {WorkerRole.DECODE} else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ranks that may serve a request, by what they would do of it."""
+
+    alone: Sequence[RankView]
+    prefill: Sequence[RankView]
+    decode: Sequence[RankView]
+
+    @classmethod
+    def of(cls, view: FleetView, request: RouteRequest) -> Ways:
+        """Draining ranks keep their own sessions here too: a prefill rank those whose prompts it computes."""
+        answering = candidates(view, request)
+        computing = candidates(view, _prompt_alone(request))
+        prefill = [rank for rank in computing if rank.part.role is WorkerRole.PREFILL]
+        decode = [rank for rank in answering if rank.part.role is WorkerRole.DECODE]
+        contracts = request.handovers & {rank.part.handover for rank in prefill}
+        return cls(
+            alone=[
+                rank
+                for rank in answering
+                if rank.part.role is WorkerRole.UNIFIED
+                or (rank.part.role is WorkerRole.DECODE and rank.part.is_self_sufficient)
+            ],
+            prefill=[rank for rank in prefill if rank.part.handover in request.handovers],
+            decode=[rank for rank in decode if rank.part.handover in contracts],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode rank with the price of each one's leg, and of both together."""
+
+    prefill: RankView
+    decode: RankView
+    prefill_price: Price
+    decode_price: Price
+    seconds: float
+
+
+class PairAffinity:
+    """The cheapest rank or pair of ranks in seconds. Equals are drawn by lot, but a session stays where it is."""
+
+    def __init__(self, parameters: CostParameters) -> None:
+        self._parameters = parameters
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
+        ways = Ways.of(view, request)
+        alone = alone_prices(ways.alone, request, parameters=self._parameters, now=now)
+        prefill = prefill_prices(ways.prefill, request, parameters=self._parameters, now=now)
+        decode = decode_prices(ways.decode, request, parameters=self._parameters, now=now)
+        pair = cheapest_pair(ways, prefill, decode, request, rng=rng)
+        lowest = min((price.total_seconds for price in alone), default=None)
+        if pair is not None and (lowest is None or pair.seconds < lowest):
+            decision = _paired(pair, ways, request)
+            shown = [*_others(alone, decode), *prefill, *decode]
+        elif lowest is not None:
+            equal = [
+                rank
+                for rank, price in zip(ways.alone, alone, strict=True)
+                if price.total_seconds <= lowest + _TIE_SECONDS
+            ]
+            home = [rank for rank in equal if rank.slot == request.home]
+            decision = _by_itself(rng.choice(home or equal), ways, request)
+            shown = [*_others(decode, alone), *prefill, *alone]
+        else:
+            return None
+        return msgspec.structs.replace(decision, prices=shown, pair_seconds=pair and pair.seconds, alone_seconds=lowest)
+
+
+class PairOneByOne:
+    """A policy without prices, asked twice: for the rank that answers, and for the one that computes its prompt."""
+
+    def __init__(self, name: str, parameters: CostParameters) -> None:
+        self._answers = make_policy(name, parameters)
+        self._prompts = make_policy(name, parameters)
+
+    def __copy__(self) -> PairOneByOne:
+        twin = object.__new__(PairOneByOne)
+        twin._answers, twin._prompts = copy(self._answers), copy(self._prompts)
+        return twin
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
+        ways = Ways.of(view, request)
+        unified = [rank for rank in ways.alone if rank.part.role is WorkerRole.UNIFIED]
+        answering = [*unified, *ways.decode] or ways.alone
+        answer = self._answers(FleetView(tuple(answering), view.version), request, rng, now)
+        if answer is None:
+            return None
+        chosen = next(rank for rank in answering if rank.slot == answer.slot)
+        partners = [rank for rank in ways.prefill if rank.part.handover is chosen.part.handover]
+        if chosen.part.role is WorkerRole.UNIFIED or not partners:
+            decision = _by_itself(chosen, ways, request)
+            return decision if decision.reason is Reason.DEGRADED else answer
+        prompt = self._prompts(FleetView(tuple(partners), view.version), _prompt_alone(request), rng, now)
+        assert prompt is not None, "there are partners"
+        prefill = next(rank for rank in partners if rank.slot == prompt.slot)
+        (prefill_price,) = prefill_prices([prefill], request, parameters=CostParameters(), now=now)
+        (decode_price,) = decode_prices([chosen], request, parameters=CostParameters(), now=now)
+        pair = Pair(prefill, chosen, prefill_price, decode_price, _together(prefill_price, decode_price))
+        return msgspec.structs.replace(_paired(pair, ways, request), reason=answer.reason)
+
+
+class ByRole:
+    """A policy over fleets with and without roles: requests that cannot be split, and models that are not, go whole."""
+
+    def __init__(self, whole: Policy, split: Policy) -> None:
+        self._whole = whole
+        self._split = split
+
+    def __copy__(self) -> ByRole:
+        return ByRole(copy(self._whole), copy(self._split))
+
+    def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
+        if not view.is_disaggregated or not request.handovers:
+            return self._whole(view, request, rng, now)
+        roles = {rank.part.role for rank in view.ranks if request.model in rank.models}
+        return (self._whole if roles == {WorkerRole.UNIFIED} else self._split)(view, request, rng, now)
+
+
+def make_role_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> ByRole:
+    """As ``make_policy``, for fleets whose ranks may have roles."""
+    split = PairAffinity(parameters) if name == "affinity" else PairOneByOne(name, parameters)
+    return ByRole(make_policy(name, parameters, agree=agree), split)
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def alone_prices(
+    ranks: Sequence[RankView], request: RouteRequest, *, parameters: CostParameters, now: float
+) -> list[Price]:
+    """What a rank costs that does all of it. The stall is part of ``decode_seconds``."""
+    return [
+        price._replace(decode_seconds=price.decode_seconds + price.work_seconds * _stalled_answers(rank))
+        for rank, price in zip(
+            ranks,
+            prices(ranks, request, home=_home(ranks, request.home), parameters=parameters, now=now),
+            strict=True,
+        )
+    ]
+
+
+def prefill_prices(
+    ranks: Sequence[RankView], request: RouteRequest, *, parameters: CostParameters, now: float
+) -> list[Price]:
+    """What the prompt costs on a prefill rank. Nothing decodes there."""
+    prompt = _prompt_alone(request)
+    found = prices(ranks, prompt, home=_home(ranks, prompt.home), parameters=parameters, now=now)
+    return [price._replace(decode_seconds=0.0) for price in found]
+
+
+def decode_prices(
+    ranks: Sequence[RankView], request: RouteRequest, *, parameters: CostParameters, now: float
+) -> list[Price]:
+    """What the answer costs on a decode rank that is handed the prompt."""
+    found = prices(ranks, request, home=None, parameters=parameters, now=now)
+    home = _home(ranks, request.home)
+    move_seconds = 0.0
+    if home is not None:
+        saved_tokens = reusable_tokens(home, request)
+        move_seconds = parameters.move_weight * request.return_ratio * saved_tokens * home.pace.transfer_token_seconds
+    return [
+        price._replace(
+            wait_seconds=wait_seconds(rank.load, now=now),
+            work_seconds=0.0,
+            move_seconds=0.0 if home is None or rank.slot == home.slot else move_seconds,
+            transfer_seconds=transfer_seconds(rank, request),
+        )
+        for rank, price in zip(ranks, found, strict=True)
+    ]
+
+
+def transfer_seconds(rank: RankView, request: RouteRequest) -> float:
+    """What a decode rank waits for, once the prompt is computed: a second leg, and what it does not hold yet."""
+    missing_tokens = request.prompt_tokens - reusable_tokens(rank, request)
+    return HANDOVER_SECONDS + missing_tokens * rank.pace.transfer_token_seconds
+
+
+def _stalled_answers(rank: RankView) -> int:
+    """How many answers a prompt would keep waiting that is computed on this rank."""
+    return max(rank.part.role is WorkerRole.DECODE, rank.load.inflight - rank.load.waiting)
+
+
+def _prompt_alone(request: RouteRequest) -> RouteRequest:
+    """The request as a prefill rank sees it: no answer, and a home of its own."""
+    return msgspec.structs.replace(request, home=request.prefill_home, output_tokens=0)
+
+
+def _home(ranks: Sequence[RankView], slot: int | None) -> RankView | None:
+    return next((rank for rank in ranks if rank.slot == slot), None)
+
+
+def _others(prices: Sequence[Price], than: Sequence[Price]) -> list[Price]:
+    slots = {price.slot for price in than}
+    return [price for price in prices if price.slot not in slots]
+
+
+# --- the cheapest pair ----------------------------------------------------------------------------
+
+
+def _ready_seconds(price: Price) -> float:
+    return price.wait_seconds + price.work_seconds
+
+
+def _together(prefill: Price, decode: Price) -> float:
+    """What a pair costs: both wait at the same time, all else adds up."""
+    ready_seconds = max(_ready_seconds(prefill), _ready_seconds(decode))
+    return ready_seconds + _rest_seconds(prefill) + _rest_seconds(decode)
+
+
+def _rest_seconds(price: Price) -> float:
+    return price.total_seconds - _ready_seconds(price)
+
+
+def cheapest_pair(
+    ways: Ways, prefill: Sequence[Price], decode: Sequence[Price], request: RouteRequest, *, rng: Random
+) -> Pair | None:
+    """The pair with the lowest price of all whose ranks speak the same contract. None: there is no pair."""
+    found: list[Pair] = []
+    for handover in Handover:
+        computing = _speaking(handover, ways.prefill, prefill)
+        answering = _speaking(handover, ways.decode, decode)
+        if computing and answering:
+            found.append(_cheapest_of(computing, answering, request, rng=rng))
+    return min(found, key=lambda pair: pair.seconds, default=None)
+
+
+def _speaking(handover: Handover, ranks: Sequence[RankView], prices: Sequence[Price]) -> list[tuple[RankView, Price]]:
+    return [(rank, price) for rank, price in zip(ranks, prices, strict=True) if rank.part.handover is handover]
+
+
+def _cheapest_of(
+    prefill: Sequence[tuple[RankView, Price]],
+    decode: Sequence[tuple[RankView, Price]],
+    request: RouteRequest,
+    *,
+    rng: Random,
+) -> Pair:
+    """For each prefill rank its best partner: of those ready before it the one with the least besides waiting, of those
+    ready later the one with the least in all.
+    """
+    by_readiness = sorted((price for _, price in decode), key=_ready_seconds)
+    readiness = [_ready_seconds(price) for price in by_readiness]
+    earlier = list(accumulate((_rest_seconds(price) for price in by_readiness), min, initial=float("inf")))
+    later = list(accumulate((price.total_seconds for price in reversed(by_readiness)), min, initial=float("inf")))
+    later.reverse()
+
+    def best_seconds(price: Price) -> float:
+        ready_seconds = _ready_seconds(price)
+        place = bisect_right(readiness, ready_seconds)
+        return _rest_seconds(price) + min(ready_seconds + earlier[place], later[place])
+
+    bests = [best_seconds(price) for _, price in prefill]
+    limit = min(bests) + _TIE_SECONDS
+    rank, price = _drawn(
+        [leg for leg, best in zip(prefill, bests, strict=True) if best <= limit], request.prefill_home, rng
+    )
+    partner, partner_price = _drawn([leg for leg in decode if _together(price, leg[1]) <= limit], request.home, rng)
+    return Pair(rank, partner, price, partner_price, _together(price, partner_price))
+
+
+def _drawn(equal: Sequence[tuple[RankView, Price]], home: int | None, rng: Random) -> tuple[RankView, Price]:
+    return next((leg for leg in equal if leg[0].slot == home), None) or rng.choice(equal)
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+def _paired(pair: Pair, ways: Ways, request: RouteRequest) -> Decision:
+    chosen, reusable = pair.prefill, request.reusable_tokens
+    expected_tokens = reusable.get(chosen.slot, 0)
+    best_tokens = max(reusable.get(rank.slot, 0) for rank in ways.prefill)
+    reason = Affinity.reason(chosen, _home(ways.prefill, request.prefill_home), request)
+    if request.exclude:
+        reason = Reason.RETRY
+    elif len(ways.prefill) == len(ways.decode) == 1 and not ways.alone:
+        reason = Reason.ONLY
+    return Decision(
+        slot=pair.decode.slot,
+        id=pair.decode.id,
+        reason=reason,
+        expected_cached_tokens=expected_tokens,
+        best_cached_tokens=best_tokens,
+        expected_prefill_seconds=pair.prefill_price.work_seconds,
+        prefill=PrefillLeg(
+            slot=chosen.slot,
+            id=chosen.id,
+            expected_cached_tokens=expected_tokens,
+            best_cached_tokens=best_tokens,
+            expected_prefill_seconds=pair.prefill_price.work_seconds,
+            transfer_seconds=pair.decode_price.transfer_seconds,
+        ),
+    )
+
+
+def _by_itself(chosen: RankView, ways: Ways, request: RouteRequest) -> Decision:
+    if request.exclude:
+        reason = Reason.RETRY
+    elif chosen.part.role is WorkerRole.DECODE:
+        reason = Reason.BYPASS if chosen in ways.decode else Reason.DEGRADED
+    elif len(ways.alone) == 1 and not ways.decode:
+        reason = Reason.ONLY
+    else:
+        reason = Affinity.reason(chosen, _home(ways.alone, request.home), request)
+    return Decision(
+        slot=chosen.slot,
+        id=chosen.id,
+        reason=reason,
+        expected_cached_tokens=request.reusable_tokens.get(chosen.slot, 0),
+        best_cached_tokens=max(request.reusable_tokens.get(rank.slot, 0) for rank in ways.alone),
+        expected_prefill_seconds=work_seconds(chosen, request),
+    )
