@@ -59,6 +59,15 @@ class WorkerSpec(_Slice):
         None, description="ZMQ endpoint of rank 0 (tcp://host:port); ranks count up from it. Default: asked."
     )
     kv_replay: str | None = Field(default=None, description="Replay endpoint of rank 0, like kv_events.")
+    role: Annotated[str | None, Field(pattern="^(unified|prefill|decode)$")] = Field(
+        None, description="What it does of a request. Default: asked (SGLang, shim), else unified."
+    )
+    handover: Annotated[str | None, Field(pattern="^(bootstrap|params)$")] = Field(
+        None, description="How prompts go from prefill to decode. Default: bootstrap, SGLang's way; vLLM: params."
+    )
+    bootstrap_port: Annotated[int | None, Field(ge=1, le=65535)] = Field(
+        None, description="Where decode workers meet this prefill worker. Default: asked."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -222,6 +231,9 @@ class RoutingSettings(_Slice):
     )
     prefill_tokens_per_second: Annotated[float, Field(gt=0)] = Field(
         20_000.0, description="What a rank is assumed to prefill before it has shown its speed."
+    )
+    transfer_tokens_per_second: Annotated[float, Field(gt=0)] = Field(
+        200_000.0, description="What a decode rank is assumed to fetch from a prefill rank before it has shown it."
     )
     session_idle_seconds: Annotated[float, Field(gt=0)] = 14_400.0
     max_sessions: Annotated[int, Field(ge=1)] = 200_000

@@ -105,10 +105,13 @@ def attempt_view(attempted: Attempted) -> Json:
     """Where an attempt went, what was expected, and what came of it once it is over."""
     return {
         "rank": str(attempted.id),
+        "prefill_rank": str(attempted.prefill_id) if attempted.prefill_id is not None else None,
         "reason": attempted.reason,
         "expected_cached_tokens": attempted.expected_cached_tokens,
         "best_cached_tokens": attempted.best_cached_tokens,
         "expected_prefill_seconds": round(attempted.expected_prefill_seconds, 6),
+        "pair_seconds": _rounded(attempted.pair_seconds),
+        "alone_seconds": _rounded(attempted.alone_seconds),
         "outcome": attempted.outcome,
         "actual_cached_tokens": attempted.cached_tokens,
         "first_token_seconds": _rounded(attempted.first_token_seconds),

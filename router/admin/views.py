@@ -48,6 +48,7 @@ def rank_view(rank: RankInfo) -> Json:
     return {
         "rank": str(rank.id),
         "slot": rank.slot,
+        "role": rank.role,
         "status": rank.status,
         "models": list(rank.models),
         "inflight_requests": rank.inflight,

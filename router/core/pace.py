@@ -13,10 +13,14 @@ _LARGEST_STEP = math.log(4.0)
 _TRUST_WEIGHT = 0.1
 
 
-def prior(prefill_tokens_per_second: float) -> RankPace:
+def prior(prefill_tokens_per_second: float, *, transfer_tokens_per_second: float = 200_000.0) -> RankPace:
     """The pace of a rank that has shown nothing yet. At 100,000 tokens of context a token costs a half more."""
     token_seconds = 1.0 / prefill_tokens_per_second
-    return RankPace(token_seconds=token_seconds, attention_seconds=token_seconds * 0.5 / 100_000)
+    return RankPace(
+        token_seconds=token_seconds,
+        attention_seconds=token_seconds * 0.5 / 100_000,
+        transfer_token_seconds=1.0 / transfer_tokens_per_second,
+    )
 
 
 def prefill_seconds(pace: RankPace, *, uncached_tokens: int, context_tokens: int) -> float:
@@ -35,15 +39,29 @@ class PaceLearner:
     def __init__(self, pace: RankPace) -> None:
         self._pace = pace
         self._samples = 0
+        self._transfers = 0
 
     def observe(self, *, served_seconds: float, uncached_tokens: int, context_tokens: int) -> None:
         """One first token came ``served_seconds`` after the rank began on it."""
         if uncached_tokens < MIN_SAMPLE_TOKENS or served_seconds <= 0.0:
             return
         expected = prefill_seconds(self._pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
-        step = min(_LARGEST_STEP, max(-_LARGEST_STEP, math.log(served_seconds / expected)))
         self._samples += 1
-        self._pace.factor *= math.exp(step * max(_STEADY_WEIGHT, 1.0 / (self._samples + 1)))
+        self._pace.factor *= _correction(served_seconds / expected, samples=self._samples)
+
+    def observe_transfer(self, *, seconds: float, tokens: int) -> None:
+        """A decode rank had ``tokens`` of a prompt fetched ``seconds`` after it was told where they are."""
+        if tokens < MIN_SAMPLE_TOKENS or seconds <= 0.0:
+            return
+        self._transfers += 1
+        expected = tokens * self._pace.transfer_token_seconds
+        self._pace.transfer_token_seconds *= _correction(seconds / expected, samples=self._transfers)
+
+
+def _correction(ratio: float, *, samples: int) -> float:
+    """What to multiply an estimate with of which observation number ``samples`` was ``ratio`` times as much."""
+    step = min(_LARGEST_STEP, max(-_LARGEST_STEP, math.log(ratio)))
+    return math.exp(step * max(_STEADY_WEIGHT, 1.0 / (samples + 1)))
 
 
 def judge(trust: Trust, *, predicted_tokens: int, actual_tokens: int, slack_tokens: int) -> None:

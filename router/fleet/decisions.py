@@ -53,6 +53,10 @@ class Attempted:
     outcome: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    #: Of a pair: the rank that computes the prompt.
+    prefill_id: RankId | None = None
+    pair_seconds: float | None = None
+    alone_seconds: float | None = None
 
     def ranks(self) -> Iterator[Weighed]:
         """Every rank that was known, by slot."""
@@ -162,6 +166,9 @@ def attempt_of(
         trusts=array("d", [rank.trust.ratio for rank in view.ranks]),
         prices=array("d", chain.from_iterable(decision.prices)),
         reusable_tokens=reusable,
+        prefill_id=decision.prefill.id if decision.prefill is not None else None,
+        pair_seconds=decision.pair_seconds,
+        alone_seconds=decision.alone_seconds,
     )
 
 

@@ -20,6 +20,7 @@ from router.core.seen import TextIndex
 from router.core.session import SessionTable
 from router.core.types import (
     FleetView,
+    WHOLE,
     RankId,
     RankLoad,
     RankStatus,
@@ -65,6 +66,8 @@ class Fleet:
         )
         self.loads = LoadBook(is_shared=self.shared.is_shared)
         self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
+        #: Which prefill rank computed a session's last prompt, where answers are made elsewhere.
+        self.prompts = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
         self.texts = TextIndex()
         self.clock = clock
         self._settings = settings
@@ -96,7 +99,10 @@ class Fleet:
     ) -> int:
         """Know a rank, PENDING at first. Returns its slot: the lowest that is free."""
         slot = next(number for number in range(len(self._members) + 1) if number not in self._members)
-        pace = prior(self._settings.prefill_tokens_per_second)
+        pace = prior(
+            self._settings.prefill_tokens_per_second,
+            transfer_tokens_per_second=self._settings.transfer_tokens_per_second,
+        )
         member = Member(
             slot=slot,
             id=rank_id,
@@ -127,6 +133,7 @@ class Fleet:
         self.loads.forget(slot)
         self.breakers.forget(slot)
         self.sessions.forget_slot(slot)
+        self.prompts.forget_slot(slot)
         self.texts.forget(slot)
         for gauge in self._gauges():
             gauge.remove(*member.labels)
@@ -282,6 +289,7 @@ class Fleet:
             RankInfo(
                 id=member.id,
                 slot=member.slot,
+                role=member.target.part.role,
                 status=member.status,
                 models=tuple(sorted(member.models)),
                 inflight=member.load.inflight,
@@ -320,10 +328,12 @@ class Fleet:
                     trust=member.trust,
                     pool_tokens=member.pool_tokens,
                     residency=member.residency,
+                    part=member.target.part,
                 )
                 for member in self.members()
             ),
             version=self.view.version + 1,
+            is_disaggregated=any(member.target.part != WHOLE for member in self._members.values()),
         )
 
     def _watch(self, member: Member) -> None:

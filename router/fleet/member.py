@@ -15,6 +15,7 @@ from router.core.types import (
     RankStatus,
     Residency,
     Trust,
+    WorkerRole,
 )
 from router.fleet.target import ModelCard, Target
 from router.wire.kv_events import EventBatch
@@ -70,6 +71,7 @@ class RankInfo:
 
     id: RankId
     slot: int
+    role: WorkerRole
     status: RankStatus
     models: tuple[str, ...]
     inflight: int

@@ -17,7 +17,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.core.types import Engine
+from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.errors import WireError, WorkerError
 from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
@@ -45,6 +45,8 @@ class WorkerInfo:
     block_tokens: int | None
     pool_tokens: int | None
     identity: str | None
+    part: Part = WHOLE
+    bootstrap_port: int | None = None
     #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
     cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
@@ -60,6 +62,8 @@ class WorkerInfo:
             engine=self.engine,
             base_path=parts.path,
             tls=is_tls,
+            part=self.part,
+            bootstrap_port=self.bootstrap_port,
         )
 
     @property
@@ -106,6 +110,8 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         block_tokens=block_tokens or _number(cache.get("block_size")) or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         identity=_identity(event_sources, families),
+        part=_part(spec, server or {}, engine=engine),
+        bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),
         cards={str(card["id"]): card for card in _cards(models)},
     )
 
@@ -218,6 +224,16 @@ def _engine(sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None)
     if sources is None and server is not None and ("kv_events" in server or "page_size" in server):
         return Engine.SGLANG
     return Engine.VLLM
+
+
+def _part(spec: WorkerSpec, server: Mapping[str, Any], *, engine: Engine) -> Part:
+    """SGLang and the shim tell their role; only SGLang's decode workers refuse a prompt that nobody computed."""
+    told = server.get("disaggregation_mode")
+    role = WorkerRole(spec.role or (told if told in tuple(WorkerRole) else WorkerRole.UNIFIED))
+    if role is WorkerRole.UNIFIED:
+        return WHOLE
+    handover = Handover(spec.handover or (Handover.PARAMS if engine is Engine.VLLM else Handover.BOOTSTRAP))
+    return Part(role, handover, is_self_sufficient=engine is not Engine.SGLANG)
 
 
 def _sources(

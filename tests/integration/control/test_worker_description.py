@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.core.types import Engine
+from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.errors import WorkerError
 from router.fleet.worker_api import describe, fetch_tokenizer, reset_cache
 from router.settings import WorkerSpec
@@ -193,3 +193,25 @@ async def test_models_are_described_in_the_workers_own_words() -> None:
     assert info.cards == {"m": card, "n": {"id": "n"}}
     assert info.max_context_tokens == 4096
     assert info.is_laid_out_like(later), "another time of creation is no other worker"
+
+
+@pytest.mark.parametrize(
+    ("told", "written", "expected"),
+    [
+        ({"disaggregation_mode": "null"}, {}, WHOLE),
+        ({"disaggregation_mode": "prefill"}, {}, Part(WorkerRole.PREFILL, Handover.BOOTSTRAP, False)),
+        ({"disaggregation_mode": "decode"}, {}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False)),
+        ({}, {"role": "decode"}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False)),
+        ({}, {"role": "decode", "engine": "vllm"}, Part(WorkerRole.DECODE, Handover.PARAMS, True)),
+        ({"disaggregation_mode": "decode"}, {"role": "unified"}, WHOLE),
+        ({"disaggregation_mode": "prefill"}, {"handover": "params"}, Part(WorkerRole.PREFILL, Handover.PARAMS, False)),
+    ],
+)
+async def test_its_role(told: dict[str, Any], written: dict[str, Any], expected: Part) -> None:
+    """SGLang tells its role and bootstrap port in ``/server_info``; what the operator wrote wins."""
+    info = SGLANG_INFO | {"disaggregation_bootstrap_port": 8998} | told
+    async with ControlWorker({"/server_info": as_json(info)}) as worker, httpx.AsyncClient() as client:
+        described = await describe(client, WorkerSpec(url=worker.url, **written))
+    assert described.part == expected
+    assert described.target(1).part == expected
+    assert described.target(1).bootstrap_port == 8998

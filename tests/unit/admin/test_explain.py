@@ -106,7 +106,7 @@ async def test_every_rank_is_priced_in_terms_that_add_up(world: World) -> None:
     }
     for rank in only["ranks"]:
         price = rank["price_seconds"]
-        assert price.keys() == {"wait", "work", "decode", "evict", "move", "total"}
+        assert price.keys() == {"wait", "work", "decode", "evict", "move", "transfer", "total"}
         assert price["total"] == pytest.approx(sum(price.values()) - price["total"], abs=3e-6)
     decided = {price.slot: price.total_seconds for price in attempt.decision.prices}
     assert {rank["rank"]: rank["price_seconds"]["total"] for rank in only["ranks"]} == {

@@ -142,3 +142,15 @@ def test_trust_stays_a_ratio() -> None:
     trust = Trust()
     for _ in range(1000):
         assert 0.0 <= judged(trust, predicted=rng.randrange(2000), actual=rng.randrange(2000)) <= 1.0
+
+
+def test_transfers_are_learned_too() -> None:
+    """A guess ten times off is within a third of the truth after twenty transfers; short ones say nothing."""
+    pace = prior(1000, transfer_tokens_per_second=100_000.0)
+    learner = PaceLearner(pace)
+    learner.observe_transfer(seconds=1.0, tokens=8)
+    assert pace.transfer_token_seconds == 1e-5
+    for _ in range(20):
+        learner.observe_transfer(seconds=0.1, tokens=1000)
+    assert pace.transfer_token_seconds == pytest.approx(1e-4, rel=0.34)
+    assert pace.factor == 1.0
