@@ -34,8 +34,8 @@ from router.core.types import (
     Decision,
     FleetView,
     Handover,
-    PrefillLeg,
     Price,
+    RankPace,
     RankStatus,
     RankView,
     Reason,
@@ -246,16 +246,19 @@ def decode_prices(
             wait_seconds=wait_seconds(rank.load, now=now),
             work_seconds=0.0,
             move_seconds=0.0 if home is None or rank.slot == home.slot else move_seconds,
-            transfer_seconds=transfer_seconds(rank, request),
+            transfer_seconds=transfer_seconds(rank.pace, tokens=_missing_tokens(rank, request)),
         )
         for rank, price in zip(ranks, found, strict=True)
     ]
 
 
-def transfer_seconds(rank: RankView, request: RouteRequest) -> float:
-    """What a decode rank waits for, once the prompt is computed: a second leg, and what it does not hold yet."""
-    missing_tokens = request.prompt_tokens - reusable_tokens(rank, request)
-    return HANDOVER_SECONDS + missing_tokens * rank.pace.transfer_token_seconds
+def transfer_seconds(pace: RankPace, *, tokens: int) -> float:
+    """What a decode rank waits for, once the prompt is computed: a second leg, and the fetching of ``tokens``."""
+    return HANDOVER_SECONDS + tokens * pace.transfer_token_seconds
+
+
+def _missing_tokens(rank: RankView, request: RouteRequest) -> int:
+    return request.prompt_tokens - reusable_tokens(rank, request)
 
 
 def _stalled_answers(rank: RankView) -> int:
@@ -357,22 +360,16 @@ def _paired(pair: Pair, ways: Ways, request: RouteRequest) -> Decision:
         reason = Reason.RETRY
     elif len(ways.prefill) == len(ways.decode) == 1 and not ways.alone:
         reason = Reason.ONLY
-    return Decision(
-        slot=pair.decode.slot,
-        id=pair.decode.id,
+    prefill = Decision(
+        slot=chosen.slot,
+        id=chosen.id,
         reason=reason,
         expected_cached_tokens=expected_tokens,
         best_cached_tokens=best_tokens,
         expected_prefill_seconds=pair.prefill_price.work_seconds,
-        prefill=PrefillLeg(
-            slot=chosen.slot,
-            id=chosen.id,
-            expected_cached_tokens=expected_tokens,
-            best_cached_tokens=best_tokens,
-            expected_prefill_seconds=pair.prefill_price.work_seconds,
-            transfer_seconds=pair.decode_price.transfer_seconds,
-        ),
+        transfer_tokens=_missing_tokens(pair.decode, request),
     )
+    return msgspec.structs.replace(prefill, slot=pair.decode.slot, id=pair.decode.id, prefill=prefill)
 
 
 def _by_itself(chosen: RankView, ways: Ways, request: RouteRequest) -> Decision:

@@ -235,26 +235,12 @@ class Price(NamedTuple):
         )
 
 
-class PrefillLeg(msgspec.Struct, frozen=True):
-    """The prefill half of a pair: where the prompt is computed, and what is expected of it there.
-
-    ``transfer_seconds`` is what handing the result over to the decode rank is expected to take.
-    """
-
-    slot: int
-    id: RankId
-    expected_cached_tokens: int
-    best_cached_tokens: int
-    expected_prefill_seconds: float
-    transfer_seconds: float
-
-
 class Decision(msgspec.Struct, frozen=True):
     """Where a request goes, why, and what is expected of it there.
 
-    With a ``prefill`` leg the slot is the decode rank's, and the expectations are those of the prompt on the prefill
-    rank. ``pair_seconds`` and ``alone_seconds`` are the cheapest pair's price and that of the cheapest single rank,
-    where both were weighed.
+    Of a pair ``prefill`` is what the prefill rank is to do; the slot is the decode rank's, which is handed
+    ``transfer_tokens`` of the prompt, and the other expectations are those of the prefill rank. ``pair_seconds`` and
+    ``alone_seconds`` are the prices of the cheapest pair and of the cheapest single rank, where these were weighed.
     """
 
     slot: int
@@ -264,6 +250,7 @@ class Decision(msgspec.Struct, frozen=True):
     best_cached_tokens: int
     expected_prefill_seconds: float
     prices: Sequence[Price] = ()
-    prefill: PrefillLeg | None = None
+    prefill: Decision | None = None
+    transfer_tokens: int = 0
     pair_seconds: float | None = None
     alone_seconds: float | None = None

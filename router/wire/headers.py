@@ -35,6 +35,8 @@ RANK: Final = b"x-homing-rank"
 REASON: Final = b"x-homing-reason"
 EXPECTED_CACHED_TOKENS: Final = b"x-homing-expected-cached-tokens"
 ATTEMPTS: Final = b"x-homing-attempts"
+#: Of a pair of ranks: the one that computed the prompt, WORKER/RANK.
+PREFILL_RANK: Final = b"x-homing-prefill-rank"
 
 #: RFC 9110 7.6.1, and what older clients send; each end of a connection speaks for itself.
 HOP_BY_HOP: Final = frozenset(
@@ -56,13 +58,34 @@ CREDENTIALS: Final = frozenset(
 )
 #: Where the clients of OpenAI and Anthropic, and of Azure, put an API key; the first also as ``Bearer`` or ``Basic``.
 _API_KEYS: Final = frozenset({b"x-api-key", b"api-key"})
-#: Written anew for each attempt.
-_REWRITTEN: Final = frozenset({HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DP_RANK})
+#: Written anew for each attempt; and SGLang's headers that overrule the body in what the router decides.
+_REWRITTEN: Final = frozenset(
+    {
+        HOST,
+        CONTENT_LENGTH,
+        EXPECT,
+        REQUEST_ID,
+        DP_RANK,
+        b"x-override-bootstrap-host",
+        b"x-override-bootstrap-port",
+        b"x-override-bootstrap-room",
+        b"x-override-routed-dp-rank",
+        b"x-override-disagg-prefill-dp-rank",
+    }
+)
 _REQUEST_DROPPED: Final = HOP_BY_HOP | _REWRITTEN
 #: Go on even where an operator lists what may: without them the worker cannot read the body.
 _ALWAYS_FORWARDED: Final = frozenset({CONTENT_TYPE, CONTENT_ENCODING})
 #: The router's own word on these stands, whatever a worker says.
-_RESPONSE_DROPPED: Final = HOP_BY_HOP | {REQUEST_ID, WORKER, RANK, REASON, EXPECTED_CACHED_TOKENS, ATTEMPTS}
+_RESPONSE_DROPPED: Final = HOP_BY_HOP | {
+    REQUEST_ID,
+    WORKER,
+    RANK,
+    REASON,
+    EXPECTED_CACHED_TOKENS,
+    ATTEMPTS,
+    PREFILL_RANK,
+}
 
 _ACCEPTABLE_ID: Final = re.compile(rb"[!-~]{1,128}")
 

@@ -1,7 +1,7 @@
 """Request bodies of all endpoints: the few fields a router reads, and the edits it makes. Bytes to values, no sockets.
 
-A body is decoded once and forwarded as received; only an engine's rank field is ever put into it, and the name of a
-model that the client called by an alias.
+A body is decoded once and forwarded as received; only an engine's rank field is ever put into it, the name of a
+model that the client called by an alias, and what two ranks need to share a request (``wire/handover``).
 """
 
 from __future__ import annotations
@@ -190,22 +190,27 @@ def with_model(request: InferenceRequest, model: str) -> InferenceRequest:
 
 
 def with_field(request: InferenceRequest, name: str, value: int | str) -> bytes:
-    """``request.body`` with the top-level field ``name`` set to ``value``; every other byte is kept.
+    """``request.body`` with the top-level field ``name`` set to ``value``; see ``with_fields``."""
+    return with_fields(request, {name: value})
+
+
+def with_fields(request: InferenceRequest, values: Mapping[str, object]) -> bytes:
+    """``request.body`` with these top-level fields set; every other byte is kept. ``Raw`` values go in as they are.
 
     A field given twice is replaced twice, since parsers differ on which of the two counts.
     """
-    body, encoded = request.body, msgspec.json.encode(value)
-    if name not in request.fields:
-        start = body.index(b"{") + 1
-        comma = b"," if request.fields else b""
-        return b"".join((body[:start], b'"', name.encode(), b'":', encoded, comma, body[start:]))
-    pieces: list[bytes] = []
-    kept_to = 0
-    for key, start, end in _top_level_values(body):
-        if msgspec.json.decode(key) == name:
-            pieces += (body[kept_to:start], encoded)
-            kept_to = end
-    return b"".join((*pieces, body[kept_to:]))
+    body, fields = request.body, request.fields
+    encoded = {name: msgspec.json.encode(value) for name, value in values.items()}
+    start = body.index(b"{") + 1
+    added = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in encoded.items() if name not in fields)
+    pieces = [body[:start], added, b"," if added and fields else b""]
+    if not encoded.keys().isdisjoint(fields):
+        for key, value_start, value_end in _top_level_values(body):
+            value = encoded.get(msgspec.json.decode(key))
+            if value is not None:
+                pieces += (body[start:value_start], value)
+                start = value_end
+    return b"".join((*pieces, body[start:]))
 
 
 def _top_level_values(body: bytes) -> Iterator[tuple[bytes, int, int]]:
