@@ -18,6 +18,7 @@ from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder, Forwarding
 from router.proxy.gate import Gate, refusal
 from router.proxy.outbound import Outbound
+from router.proxy.pair import PairForwarding
 from router.proxy.types import Outcome, Prepared
 from router.settings import QueueSettings
 from router.wire import headers as names
@@ -163,7 +164,9 @@ class Arrival:
     def _send(self, prepared: Prepared) -> None:
         assert self._outbound is not None
         self._stop()
-        Forwarding(self._arrivals.forwarder, self._exchange, prepared, self._outbound).begin()
+        forwarder = self._arrivals.forwarder
+        kind = PairForwarding if forwarder.brain.makes_pairs else Forwarding
+        kind(forwarder, self._exchange, prepared, self._outbound).begin()
 
     # --- called by the client -------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from router.core.admission import Admission, AdmissionParameters, Visit
 from router.core.cost import CostParameters
 from router.core.load import Claim
 from router.core.pace import judge
-from router.core.policy import make_policy
+from router.core.pd import can_serve, make_role_policy, transfer_seconds
 from router.core.seen import SeenPrefixes
-from router.core.session import Binding, identify
-from router.core.types import Decision, RankStatus, RouteRequest, SessionKey
+from router.core.session import Binding, SessionTable, identify
+from router.core.types import Decision, RouteRequest, SessionKey, WorkerRole
 from router.errors import NoWorker
 from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet
@@ -25,6 +25,7 @@ from router.proxy.holding import HeldRequest, Holding
 from router.proxy.models import Models
 from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys
 from router.proxy.promises import Promise, Promises, counts_at_dispatch
+from router.proxy.splitting import contracts, learn_pace, no_worker
 from router.proxy.types import Attempt, Outcome
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
@@ -48,7 +49,7 @@ class RouterBrain(Models):
         super().__init__(fleet)
         self._settings = settings
         self._metrics = metrics
-        self._policy = make_policy(
+        self._policy = make_role_policy(
             settings.policy, CostParameters(move_weight=settings.move_weight), agree=fleet.shared.is_shared
         )
         self._rng = random.Random(settings.seed)
@@ -59,13 +60,18 @@ class RouterBrain(Models):
         self._promises = Promises(fleet, special_ids=self.special_ids)
 
     def ready(self) -> bool:
-        """Some rank can take a request."""
-        return any(rank.status is RankStatus.READY for rank in self._fleet.view.ranks)
+        """Some rank, or a pair of them, can take a request."""
+        return can_serve(self._fleet.view.ranks)
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Some rank does a part of the work only."""
+        return self._fleet.view.is_disaggregated
 
     def use(self, settings: RoutingSettings) -> None:
         """Decide by these settings from now on."""
         self._settings = settings
-        self._policy = make_policy(
+        self._policy = make_role_policy(
             settings.policy,
             CostParameters(move_weight=settings.move_weight),
             agree=self._fleet.shared.is_shared,
@@ -91,6 +97,7 @@ class RouterBrain(Models):
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
             seed=seed,
             plain_seed=plain_seed,
+            handovers=contracts(request),
         )
         if prompt is not None:
             self._metrics.tokenize_seconds.observe(self._fleet.clock() - started)
@@ -126,7 +133,7 @@ class RouterBrain(Models):
         rng.setstate(self._rng.getstate())  # the draw that the next request will have
         decision = copy(self._policy)(self._fleet.view, route, rng, now)
         if decision is None:
-            raise NoWorker(f"No worker is ready for {prepared.model!r} now.")
+            raise no_worker(self._fleet.view, prepared.model)
         prepared.decided.request_id = ""
         self.decisions.add(prepared.decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
         return prepared.decided
@@ -155,7 +162,7 @@ class RouterBrain(Models):
 
     def hold(self, prepared: PreparedRequest, go: Callable[[], None]) -> HeldRequest | None:
         """Whether the request must wait for room in the caches; ``go`` is called when there is."""
-        if self._holding is None:
+        if self._holding is None or self.makes_pairs:  # whose caches it does not know how to fill
             return None
 
         def gone(slots: frozenset[int] | None) -> None:
@@ -178,17 +185,18 @@ class RouterBrain(Models):
         decision = self._decide(request, now=now)
         self._metrics.decision_seconds.observe(fleet.clock() - now)
         if decision is None:
-            raise NoWorker(
-                "No other worker is left to try." if exclude else f"No worker is ready for {prepared.model!r} now."
-            )
+            raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
-        member = fleet.member(decision.slot)
-        fleet.breakers.sent(decision.slot, now=now)
-        lease = self._open(prepared, decision, member, now=now)
-        if self._holding is not None:
+        lease = self._open(prepared, decision, now=now)
+        if self._holding is not None and not self.makes_pairs:
             lease.visit = self._holding.started(request, decision.slot)
         self._note(lease, request, now=now)
-        return Attempt(target=member.target, decision=decision, lease=lease)
+        attempt = Attempt(target=lease.member.target, decision=decision, lease=lease)
+        if decision.prefill is None:
+            return attempt
+        half = self._open(prepared, decision.prefill, now=now)
+        prefill = Attempt(target=half.member.target, decision=decision.prefill, lease=half)
+        return msgspec.structs.replace(attempt, prefill=prefill)
 
     def _decide(self, request: RouteRequest, *, now: float) -> Decision | None:
         """Among the ranks that do not keep failing; among all when nothing else is left."""
@@ -207,7 +215,8 @@ class RouterBrain(Models):
     def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
         """What the policy is asked, as of now."""
         fleet = self._fleet
-        home = fleet.home(prepared.model, prepared.session, now=now) if prepared.session else None
+        model, session = prepared.model, prepared.session
+        home = fleet.home(model, session, now=now) if session else None
         return RouteRequest(
             model=prepared.model,
             prompt_tokens=prepared.prompt_tokens,
@@ -217,6 +226,8 @@ class RouterBrain(Models):
             home=home,
             exclude=exclude,
             allowed=prepared.allowed,
+            handovers=prepared.handovers,
+            prefill_home=fleet.prompts.home(model, session, now=now) if session and self.makes_pairs else None,
         )
 
     def _note(self, lease: _Lease, request: RouteRequest, *, now: float) -> None:
@@ -249,23 +260,36 @@ class RouterBrain(Models):
         shared = self._fleet.shared.home(prepared.model, prepared.session)
         return 0 if shared is None or shared.is_own else shared.prompt_tokens
 
+    def _homes(self, member: Member) -> SessionTable:
+        """Where it is noted which rank of this role a session used last."""
+        return self._fleet.prompts if member.target.part.role is WorkerRole.PREFILL else self._fleet.sessions
+
     def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
         assert prepared.session is not None, "only a session has a home"
         self._fleet.shared.bound(prepared.model, prepared.session, member.id, prompt_tokens=prepared.prompt_tokens)
 
-    def _open(self, prepared: PreparedRequest, decision: Decision, member: Member, *, now: float) -> _Lease:
+    def _open(self, prepared: PreparedRequest, decision: Decision, *, now: float) -> _Lease:
+        """A lease on the decision's own rank; of a pair, on the one that is handed the prompt."""
         fleet = self._fleet
+        member = fleet.member(decision.slot)
+        fleet.breakers.sent(decision.slot, now=now)
+        is_handed = decision.prefill is not None
         claim = fleet.loads.open(
             decision.slot,
             prompt_tokens=prepared.prompt_tokens,
-            prefill_tokens=prepared.prompt_tokens - decision.expected_cached_tokens,
-            seconds=decision.expected_prefill_seconds,
+            prefill_tokens=0 if is_handed else prepared.prompt_tokens - decision.expected_cached_tokens,
+            seconds=(
+                transfer_seconds(member.pace, tokens=decision.transfer_tokens)
+                if is_handed
+                else decision.expected_prefill_seconds
+            ),
             now=now,
         )
         binding = None
         if prepared.session is not None:
-            binding = fleet.sessions.start(prepared.model, prepared.session, slot=decision.slot, now=now)
-            self._tell_home(prepared, member)
+            binding = self._homes(member).start(prepared.model, prepared.session, slot=decision.slot, now=now)
+            if member.target.part.role is not WorkerRole.PREFILL:
+                self._tell_home(prepared, member)
         lease = _Lease(self, prepared, decision, member, claim, binding)
         self._promises.sent(member, prepared)
         if prepared.tokens is None:
@@ -297,11 +321,8 @@ class RouterBrain(Models):
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
         if served is not None and lease.prepared.tokens is not None:
-            lease.member.learner.observe(
-                served_seconds=served,
-                uncached_tokens=lease.claim.prefill_tokens,
-                context_tokens=lease.prepared.prompt_tokens,
-            )
+            tokens = lease.prepared.prompt_tokens
+            learn_pace(lease.member, lease.decision, prompt_tokens=tokens, served_seconds=served)
 
     def _close(self, lease: _Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
         now = self._fleet.clock()
@@ -311,7 +332,7 @@ class RouterBrain(Models):
             ranks = len(self._fleet.view.ranks)
             self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
         if prepared.session is not None and lease.binding is not None:
-            self._fleet.sessions.finish(prepared.model, prepared.session, lease.binding, now=now)
+            self._homes(lease.member).finish(prepared.model, prepared.session, lease.binding, now=now)
             shared = self._fleet.shared.home(prepared.model, prepared.session)
             if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
                 self._tell_home(prepared, lease.member)
@@ -323,7 +344,8 @@ class RouterBrain(Models):
             self._promises.keep(lease.promises, now=now)
         else:
             self._promises.take_back(lease.promises)
-        if outcome is Outcome.OK and usage is not None and usage.cached_tokens is not None:
+        is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
+        if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
             prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
             actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
             self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
@@ -386,6 +408,10 @@ class _Lease:
     def first_byte(self) -> None:
         """Prefill is over."""
         self._brain._first_byte(self)
+
+    def handed(self) -> None:
+        """Its part begins now: the other rank's is done."""
+        self.claim.opened_at = self._brain._fleet.clock()
 
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""

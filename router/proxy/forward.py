@@ -6,12 +6,14 @@ Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: a con
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 from structlog.typing import FilteringBoundLogger
 
 from router.core.retry import RetryBudget
 from router.errors import NoWorker, RequestError, UpstreamFailed
+from router.fleet.target import Target
 from router.proxy.answers import REFUSALS, Refusal, error_of, outcome_of
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
@@ -42,6 +44,8 @@ class Forwarder:
         self.instruments = instruments
         self.log = log
         self.writer = Writer()
+        #: No two routers may name the same room, so these draws are not seeded.
+        self.rooms = random.SystemRandom()
         self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
 
 
@@ -102,7 +106,7 @@ class Forwarding:
         if self._number == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
             return self._give_up()
         try:
-            attempt = forwarder.brain.choose(self._prepared, exclude=self._excluded)
+            attempt = self._choose()
         except NoWorker:
             if self._last is None:
                 raise
@@ -111,7 +115,14 @@ class Forwarding:
         self._attempt = attempt
         if exchange.trace is not None:
             exchange.trace.decided(attempt.decision, model=self._prepared.model, attempt=self._number)
-        connection = forwarder.pool.take(attempt.target)
+        return self._dispatch(attempt)
+
+    def _choose(self) -> Attempt:
+        return self._forwarder.brain.choose(self._prepared, exclude=self._excluded)
+
+    def _dispatch(self, attempt: Attempt) -> None:
+        """Send it, on a connection that is there or on a new one."""
+        connection = self._forwarder.pool.take(attempt.target)
         if connection is None:
             return self._connect()
         self._is_kept = True
@@ -150,8 +161,13 @@ class Forwarding:
     def _send(self, connection: UpstreamConnection) -> None:
         assert self._attempt is not None
         self._connection = connection
-        head, body = self._forwarder.writer.message(self._outbound, self._attempt.target)
+        target = self._attempt.target
+        head, body = self._forwarder.writer.message(self._outbound, target, body=self._body(target))
         connection.send(head, body, self)
+
+    def _body(self, target: Target) -> bytes | None:
+        """What goes out in place of the client's own body, if anything does."""
+        return None
 
     def _fail(self, failure: Failure) -> None:
         """The attempt brought nothing: another rank, if there is one."""

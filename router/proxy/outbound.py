@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.core.types import Decision, Engine, RankId, Reason
+from router.core.types import Decision, Engine, RankId, Reason, WorkerRole
 from router.fleet.target import Target
+from router.wire import handover, openai
 from router.wire import headers as names
-from router.wire import openai
 from router.wire.openai import InferenceRequest
 
-#: SGLang: which data-parallel rank shall serve the request.
-_RANK_FIELD: Final = "routed_dp_rank"
 #: Workers come and go; heads of so many are kept.
 _MAX_KEPT: Final = 4096
 
@@ -34,11 +32,16 @@ class Writer:
         self._heads: dict[tuple[Target, bytes], bytes] = {}
         self._places: dict[tuple[RankId, Reason], bytes] = {}
 
-    def message(self, outbound: Outbound, target: Target) -> tuple[bytes, bytes]:
-        """Head and body as sent to ``target``, its rank named the way its engine wants."""
-        body = outbound.inference.body
-        if target.dp_size > 1 and target.engine is not Engine.VLLM:
-            body = openai.with_field(outbound.inference, _RANK_FIELD, target.rank)
+    def message(self, outbound: Outbound, target: Target, *, body: bytes | None = None) -> tuple[bytes, bytes]:
+        """Head and body as sent to ``target``, its rank named the way its engine wants; ``body``: of a pair's leg."""
+        if body is None:
+            rank = rank_in_body(target)
+            if target.part.role is not WorkerRole.UNIFIED:
+                body = handover.alone_body(outbound.inference, rank=rank)
+            elif rank is not None:
+                body = openai.with_field(outbound.inference, handover.RANK_FIELD, rank)
+            else:
+                body = outbound.inference.body
         key = (target, outbound.target)
         head = self._heads.get(key)
         if head is None:
@@ -55,7 +58,15 @@ class Writer:
             place = _place(decision)
             if len(self._places) < _MAX_KEPT:
                 self._places[key] = place
-        return b"%b%b%d\r\n%b: %d\r\n" % (id_line, place, decision.expected_cached_tokens, names.ATTEMPTS, attempt)
+        lines = b"%b%b%d\r\n%b: %d\r\n" % (id_line, place, decision.expected_cached_tokens, names.ATTEMPTS, attempt)
+        if decision.prefill is not None:
+            lines += b"%b: %b\r\n" % (names.PREFILL_RANK, str(decision.prefill.id).encode())
+        return lines
+
+
+def rank_in_body(target: Target) -> int | None:
+    """The rank that a body names; vLLM reads it in a header, and a worker with one rank needs none."""
+    return target.rank if target.dp_size > 1 and target.engine is not Engine.VLLM else None
 
 
 def _head(target: Target, path: bytes) -> bytes:

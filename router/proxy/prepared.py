@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.core.types import SessionKey
+from router.core.types import Handover, SessionKey
 from router.fleet.decisions import Decided
 from router.proxy.token_cache import Chain
 from router.wire.block_keys import block_keys, namespace_seed
@@ -34,6 +34,8 @@ class PreparedRequest:
     text_keys: Sequence[int] = ()
     ideal_tokens: int = 0
     decided: Decided | None = None
+    #: By which contracts the prompt and its answer may be computed on different ranks.
+    handovers: frozenset[Handover] = frozenset()
     #: Where admission lets it go; None: anywhere.
     allowed: frozenset[int] | None = None
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)

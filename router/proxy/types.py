@@ -28,6 +28,7 @@ class Outcome(StrEnum):
     PROTOCOL = "protocol"  # the worker's answer is not HTTP
     CLIENT_GONE = "client_gone"
     DEADLINE = "deadline"  # the client's own time was over
+    ABANDONED = "abandoned"  # the other rank of the pair failed
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
 
@@ -43,6 +44,7 @@ _VERDICTS: Final = {
     Outcome.PUSHBACK: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,
     Outcome.DEADLINE: Verdict.NEITHER,
+    Outcome.ABANDONED: Verdict.NEITHER,
 }
 
 
@@ -52,16 +54,20 @@ class Lease(Protocol):
     def first_byte(self) -> None:
         """The first byte of the answer's body has arrived: prefill is over."""
 
+    def handed(self) -> None:
+        """The decode half of a pair begins: the prompt has been computed elsewhere."""
+
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A decision made and opened."""
+    """A decision made and opened. Of a pair of ranks it is the decode rank's, and ``prefill`` the other one's."""
 
     target: Target
     decision: Decision
     lease: Lease
+    prefill: Attempt | None = None
 
 
 class Prepared(Protocol):
@@ -96,6 +102,10 @@ class Stage(Protocol):
 
 class Brain(Protocol):
     """The decision side of the router as the data plane sees it."""
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether attempts may have a prefill leg."""
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Prepared:
         """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""

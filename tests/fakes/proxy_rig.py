@@ -42,6 +42,9 @@ class FakeLease:
     def first_byte(self) -> None:
         self.first_bytes += 1
 
+    def handed(self) -> None:
+        """Nothing is measured."""
+
     def close(self, outcome: Outcome, usage: Usage | None) -> None:
         self.closed.append((outcome, usage))
 
@@ -60,6 +63,7 @@ class FakeBrain:
     prepared: list[tuple[InferenceRequest, Mapping[str, str]]] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
     preparing: asyncio.Event | None = None
+    makes_pairs: bool = False
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> FakePrepared:
         self.prepared.append((request, headers))
