@@ -21,7 +21,7 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from engine_shim.events import EventPublisher
 from engine_shim.metrics import Latencies
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.stats import Stats
-from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner
+from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner, TokenLogprob
 from router.wire.kv_events import Snapshot
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,6 @@ MAX_FAILED_STEPS = 3
 #: The cache is recounted when the rank falls idle, but not more often than this.
 CHECK_INTERVAL_SECONDS = 5.0
 _T = TypeVar("_T")
-_News = tuple[str, int | None, FinishReason | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ class Delta:
     index: int
     tokens: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Mailbox:
@@ -61,15 +61,23 @@ class Mailbox:
 
     def __init__(self, prompts: int) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(prompts)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(prompts)]
         self._finishes: list[FinishReason | None] = [None] * prompts
         self._news: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._closed = False
 
-    def put(self, index: int, token: int | None, finish: FinishReason | None) -> None:
+    def put(
+        self,
+        index: int,
+        tokens: Sequence[int],
+        finish: FinishReason | None,
+        *,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         """Add what one step made for one prompt."""
-        if token is not None:
-            self._tokens[index].append(token)
+        self._tokens[index] += tokens
+        self._logprobs[index] += logprobs
         if finish is not None:
             self._finishes[index] = finish
         self._news[index] = None
@@ -89,8 +97,10 @@ class Mailbox:
             return []
         deltas = []
         for index in self._news:
-            deltas.append(Delta(index, tuple(self._tokens[index]), self._finishes[index]))
-            self._tokens[index].clear()
+            tokens, logprobs = self._tokens[index], self._logprobs[index]
+            deltas.append(Delta(index, tuple(tokens), self._finishes[index], tuple(logprobs)))
+            tokens.clear()
+            logprobs.clear()
         self._news.clear()
         return deltas
 
@@ -249,14 +259,14 @@ class Engine:
             return
         self._note_scheduled(batch)
         try:
-            tokens = self._runner.run(batch)
+            sampled = self._runner.run(batch)
         except IntegrityError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a model or device raises; logged and counted
             outputs = self._fail_step(batch, error)
         else:
             self._failed_steps = 0
-            outputs = self._scheduler.commit(batch, tokens)
+            outputs = self._scheduler.commit(batch, sampled)
         self._publish()
         self._deliver([*outputs, *self._scheduler.drain_outputs()])
 
@@ -308,20 +318,21 @@ class Engine:
 
     def _deliver(self, outputs: Iterable[Output]) -> None:
         now = self._clock()
-        news: list[_News] = []
+        news: list[Output] = []
         for output in outputs:
             flight = self._flights[output.request.id]
-            if output.token is not None:
-                self._measure_token(flight, now)
+            if output.tokens:
+                self._measure_tokens(flight, now, len(output.tokens))
             if output.finish is not None:
                 self._measure_end(flight, now, output.finish)
                 del self._flights[output.request.id]
-            news.append((output.request.id, output.token, output.finish))
+            news.append(output)
         if news:
             self._in_loop(self._hand_over, news)
 
-    def _measure_token(self, flight: _Flight, now: float) -> None:
-        self.latencies.generated_tokens += 1
+    def _measure_tokens(self, flight: _Flight, now: float, tokens: int) -> None:
+        """Book what one step brought; as in vLLM the gap between two steps is one gap, however many tokens came."""
+        self.latencies.generated_tokens += tokens
         if flight.first_token_seconds is None:
             flight.first_token_seconds = now
             self.latencies.first_token.observe(now - flight.request.arrival_seconds)
@@ -354,18 +365,18 @@ class Engine:
 
     # --- back in the event loop ----------------------------------------------------------------------
 
-    def _hand_over(self, news: list[_News]) -> None:
-        for request_id, token, finish in news:
-            mailbox, index = self._open[request_id]
-            if finish is not None:
-                del self._open[request_id]
-            mailbox.put(index, token, finish)
+    def _hand_over(self, news: list[Output]) -> None:
+        for output in news:
+            mailbox, index = self._open[output.request.id]
+            if output.finish is not None:
+                del self._open[output.request.id]
+            mailbox.put(index, output.tokens, output.finish, logprobs=output.logprobs)
 
     def _end_all(self) -> None:
         finish = FinishReason.ABORT if self.failure is None else FinishReason.ERROR
         for mailbox, index in self._open.values():
             self.latencies.finished[finish] += 1
-            mailbox.put(index, None, finish)
+            mailbox.put(index, (), finish)
         self._open.clear()
         for answer in tuple(self._calls):
             if not answer.done():

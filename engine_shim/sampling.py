@@ -1,19 +1,32 @@
-"""Chooses tokens from logits: greedy, or temperature and top-p with a draw that only the request names.
+"""Chooses tokens from logits: greedy, or at random with a draw that only the request names.
 
 The random number of a request's n-th token is a hash of its seed and n. It does not depend on which requests
 share the batch, on the device, or on whether the request was preempted and run again.
+
+**Drafts.** Tokens that somebody proposes run through the model together with the last known one. At each place the
+token is chosen as it would be without drafts, by the same number; drafts hold as long as they are what was chosen. A
+draft with probability p so holds with probability p, which is the rejection rule for drafts that are proposed outright,
+and the answer is the one that comes without drafts, at any temperature.
+
+The order in which a request's wishes are applied is vLLM's: the grammar; here the logprobs that are told are read; then
+bias, stop tokens held back, penalties, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine_shim.types import Chunk
+from engine_shim.types import Chunk, Request, Sampled, TokenLogprob
+
+#: What clients are told of a token that a grammar forbids; JSON has no infinity (OpenAI and vLLM say the same).
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +36,18 @@ class Draw:
     temperature: float
     top_p: float
     uniform: float
+    top_k: int = 0
+    min_p: float = 0.0
 
     @classmethod
-    def of(cls, chunk: Chunk) -> Draw:
-        """The draw of a chunk; a request without a seed is seeded by its id."""
+    def of(cls, chunk: Chunk, *, place: int = 0) -> Draw:
+        """The draw of a chunk, or ``place`` drafts behind it; a request without a seed is seeded by its id."""
         sampling = chunk.request.sampling
         if sampling.temperature == 0.0:
             return cls(temperature=0.0, top_p=1.0, uniform=0.0)
         seed = f"id {chunk.request.id}" if sampling.seed is None else f"seed {sampling.seed}"
-        return cls(sampling.temperature, sampling.top_p, uniform(seed, chunk.draws))
+        number = uniform(seed, chunk.draws + place)
+        return cls(sampling.temperature, sampling.top_p, number, sampling.top_k, sampling.min_p)
 
 
 def uniform(seed: str, draws: int) -> float:
@@ -45,24 +61,143 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     chosen = logits.argmax(dim=-1)
     rows = [row for row, draw in enumerate(draws) if draw.temperature > 0.0]
     if rows:
-        chosen[rows] = _sample_top_p(logits[rows], [draws[row] for row in rows])
+        chosen[rows] = _draw(logits[rows], [draws[row] for row in rows])
     tokens: list[int] = chosen.tolist()
     return tokens
 
 
-def _sample_top_p(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Keep the fewest likeliest tokens whose probabilities reach top-p, then invert their distribution."""
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Keep the likeliest tokens that min-p, top-k and top-p leave, then invert their distribution."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
     scaled = logits.double() / column([draw.temperature for draw in draws])
     likeliest, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    if any(draw.min_p for draw in draws):
+        likeliest = likeliest.where(likeliest >= likeliest[:, :1] * column([draw.min_p for draw in draws]), 0.0)
+    if any(draw.top_k for draw in draws):
+        ranks = torch.arange(likeliest.shape[1], device=logits.device)
+        likeliest = likeliest.where(ranks < column([draw.top_k or likeliest.shape[1] for draw in draws]), 0.0)
     cumulative = likeliest.cumsum(dim=-1)
-    kept = cumulative - likeliest < column([draw.top_p for draw in draws])
+    # Of what is left top-p keeps the fewest that reach its share.
+    kept = cumulative - likeliest < cumulative[:, -1:] * column([draw.top_p for draw in draws])
+    kept &= likeliest > 0.0
     kept[:, 0] = True
     mass = (likeliest * kept).sum(dim=-1, keepdim=True)
     target = column([draw.uniform for draw in draws]) * mass
     # Rounding may leave the target at the very end: the last kept token is the answer then.
     index = torch.minimum((cumulative <= target).sum(dim=-1, keepdim=True), kept.sum(dim=-1, keepdim=True) - 1)
     return order.gather(-1, index).squeeze(-1)
+
+
+@dataclass(slots=True)
+class _History:
+    """How often a request's tokens have come, ``[vocab]`` each; ``known`` tokens have been counted."""
+
+    prompt: Tensor
+    output: Tensor
+    known: int
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Chooses the tokens of a batch as its requests wish. ``stop_token_ids`` are those of the model.
+
+    Remembers the counts of requests that ask for penalties, as long as they live.
+    """
+
+    stop_token_ids: frozenset[int] = frozenset()
+    _histories: WeakKeyDictionary[Request, _History] = field(default_factory=WeakKeyDictionary)
+
+    def __call__(self, logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[int, ...]]) -> list[Sampled]:
+        """What each chunk comes to. Its rows of ``logits``, which are overwritten, are one more than its drafts."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        draws: list[Draw] = []
+        told: dict[Request, Tensor] = {}
+        for chunk, tried in zip(chunks, drafts, strict=True):
+            request, sampling = chunk.request, chunk.request.sampling
+            rows = logits[len(draws) : len(draws) + 1 + len(tried)]
+            if request.constraint is not None:
+                _mask(rows, request.constraint.masks(request.output, tried))
+            if sampling.logprobs is not None:
+                told[request] = rows.log_softmax(dim=-1)
+            self._adjust(rows, chunk, tried)
+            draws += [Draw.of(chunk, place=place) for place in range(1 + len(tried))]
+        chosen = sample(logits, draws)
+        results, row = [], 0
+        for chunk, tried in zip(chunks, drafts, strict=True):
+            tokens = held(chosen[row : row + 1 + len(tried)], tried)
+            row += 1 + len(tried)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if chunk.request in told:
+                logprobs = _logprobs(told[chunk.request], tokens, chunk.request.sampling.logprobs or 0)
+            results.append(Sampled(tokens, logprobs, drafted=len(tried)))
+        return results
+
+    def _adjust(self, rows: Tensor, chunk: Chunk, tried: tuple[int, ...]) -> None:
+        """Apply what a request wants of its logits; most want nothing, and it costs nothing."""
+        sampling = chunk.request.sampling
+        if sampling.logit_bias:
+            ids, biases = zip(*sampling.logit_bias, strict=True)
+            rows[:, list(ids)] += torch.tensor(biases, dtype=rows.dtype, device=rows.device)
+        early = sampling.min_tokens - chunk.draws
+        if early > 0:
+            stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_token_ids)
+            rows[:early, sorted(stops)] = -torch.inf
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+            self._penalise(rows, chunk.request, tried)
+
+    def _penalise(self, rows: Tensor, request: Request, tried: tuple[int, ...]) -> None:
+        sampling = request.sampling
+        history = self._history(request, rows)
+        counts = history.output.expand(len(rows), -1)
+        if tried:  # behind a draft, that is part of the output
+            counts = counts.clone()
+            for place, token in enumerate(tried, start=1):
+                counts[place:, token] += 1
+        seen = (counts > 0) | (history.prompt > 0)
+        stretched = torch.where(rows > 0, rows / sampling.repetition_penalty, rows * sampling.repetition_penalty)
+        rows.copy_(stretched.where(seen, rows))
+        rows -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+    def _history(self, request: Request, rows: Tensor) -> _History:
+        history = self._histories.get(request)
+        if history is None:
+            zeros = rows.new_zeros(rows.shape[1])
+            history = _History(_count(zeros.clone(), request.prompt), zeros, len(request.prompt))
+            self._histories[request] = history
+        _count(history.output, request.tokens[history.known :])
+        history.known = len(request.tokens)
+        return history
+
+
+def held(chosen: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
+    """The drafts up to the first that is not what was ``chosen`` in its place, then the token chosen there."""
+    count = next((place for place, draft in enumerate(drafts) if draft != chosen[place]), len(drafts))
+    return tuple(chosen[: count + 1])
+
+
+def _count(counts: Tensor, tokens: Sequence[int]) -> Tensor:
+    ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
+    return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+
+
+def _mask(rows: Tensor, masks: Sequence[bytes]) -> None:
+    """Rule out what the bit masks of a grammar do; tokens beyond a mask are none of its."""
+    packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+    bits = np.unpackbits(packed, axis=1, bitorder="little")
+    allowed = torch.zeros(rows.shape, dtype=torch.bool)
+    width = min(rows.shape[1], bits.shape[1])
+    allowed[:, :width] = torch.from_numpy(bits[:, :width]).bool()
+    rows.masked_fill_(~allowed.to(rows.device), -torch.inf)
+
+
+def _logprobs(rows: Tensor, tokens: Sequence[int], likeliest: int) -> tuple[TokenLogprob, ...]:
+    rows = rows[: len(tokens)].clamp(min=_LEAST_LOGPROB)
+    own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None]).squeeze(1).tolist()
+    values, ids = (each.tolist() for each in rows.topk(min(likeliest, rows.shape[1]), dim=-1))
+    return tuple(
+        TokenLogprob(logprob, tuple(zip(top_ids, top_values, strict=True)))
+        for logprob, top_ids, top_values in zip(own, ids, values, strict=True)
+    )

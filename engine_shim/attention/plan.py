@@ -7,7 +7,7 @@ request's page tables with numpy and moved to the device in one go; the layers t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -49,18 +49,23 @@ class StatePlan:
     """States of the chunks: slots to read and to write, which are ``fresh`` (start from zero), all ``[chunks]``.
 
     ``parts`` are the chunks that run side by side, with as many rows each: their numbers, and their rows in the batch.
+    ``firm`` are the chunks without drafts, whose state is known when their rows have run; ``drafted`` are the others,
+    each with its rows, of which only the first may count.
     """
 
     sources: Tensor
     targets: Tensor
     fresh: Tensor
     parts: tuple[tuple[Tensor, Tensor], ...]
+    firm: Tensor
+    drafted: tuple[tuple[int, slice], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order.
 
+    Of a chunk with drafts these are the rows of its last own token and of each draft.
     ``groups`` are those of attention; ``states`` is None for a model without recurrent layers.
     """
 
@@ -71,15 +76,29 @@ class Plan:
     states: StatePlan | None
 
 
-def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype: torch.dtype) -> Plan:
-    """The plan of ``batch``; masks are of ``dtype``."""
-    chunks = batch.chunks
+def make_plan(
+    batch: Batch,
+    layout: CacheLayout,
+    *,
+    drafts: Sequence[tuple[int, ...]] | None = None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Plan:
+    """The plan of ``batch``, with the ``drafts`` of each chunk run behind it; masks are of ``dtype``."""
+    drafts = drafts or ((),) * len(batch.chunks)
+    tokens = [
+        token
+        for chunk, drafted in zip(batch.chunks, drafts, strict=True)
+        for token in (*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *drafted)
+    ]
+    # From here on a draft is a position like any other.
+    chunks = [replace(chunk, count=chunk.count + len(tried)) for chunk, tried in zip(batch.chunks, drafts, strict=True)]
     counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
     ends = np.cumsum(counts)
     first_rows = ends - counts
-    tokens = [token for c in chunks for token in c.request.tokens[c.start : c.start + c.count]]
     positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-    sampled = ends[[i for i, chunk in enumerate(chunks) if chunk.samples]] - 1
+    sampling = [(end, len(tried)) for c, end, tried in zip(chunks, ends.tolist(), drafts, strict=True) if c.samples]
+    sampled = np.array([row for end, tried in sampling for row in range(end - tried - 1, end)], dtype=np.int64)
 
     def place(array: Integers) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -102,11 +121,18 @@ def make_plan(batch: Batch, layout: CacheLayout, *, device: torch.device, dtype:
         positions=place(positions),
         sampled=place(sampled),
         groups=tuple(groups),
-        states=_states(chunks, layout.state, first_rows, device=device) if layout.state else None,
+        states=_states(chunks, layout.state, first_rows, drafts=drafts, device=device) if layout.state else None,
     )
 
 
-def _states(chunks: Sequence[Chunk], group: CacheGroup, first_rows: Integers, *, device: torch.device) -> StatePlan:
+def _states(
+    chunks: Sequence[Chunk],
+    group: CacheGroup,
+    first_rows: Integers,
+    *,
+    drafts: Sequence[tuple[int, ...]],
+    device: torch.device,
+) -> StatePlan:
     slots = np.array([chunk.tables[group.index] for chunk in chunks], dtype=np.int64)
     singles = [i for i, chunk in enumerate(chunks) if chunk.count == 1]
     parts = [(singles, first_rows[singles])] if singles else []
@@ -119,6 +145,12 @@ def _states(chunks: Sequence[Chunk], group: CacheGroup, first_rows: Integers, *,
         fresh=torch.from_numpy(slots[:, 0] == NULL_PAGE).to(device),
         parts=tuple(
             (torch.tensor(members, device=device), torch.from_numpy(rows).to(device)) for members, rows in parts
+        ),
+        firm=torch.tensor([i for i, tried in enumerate(drafts) if not tried], dtype=torch.int64, device=device),
+        drafted=tuple(
+            (i, slice(first, first + chunk.count))
+            for i, (chunk, first, tried) in enumerate(zip(chunks, first_rows.tolist(), drafts, strict=True))
+            if tried
         ),
     )
 

@@ -8,6 +8,7 @@ Source: Yang et al., Gated Delta Networks (2024); the chunked form is that of tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,40 +47,81 @@ class States:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What one layer was given for a batch; rows are the batch's."""
+
+    mixed: Tensor
+    conv: Tensor
+    log_decay: Tensor
+    strength: Tensor
+
+
 class PagedRecurrence:
-    """The recurrent layers of one batch: reads each chunk's state, runs its tokens, writes the state after them."""
+    """The recurrent layers of one batch: reads each chunk's state, runs its tokens, writes the state after them.
+
+    Where a chunk has drafts its state is written by ``settle``, once it is known which of them hold: what the layers
+    were given is run again, up to there. That costs no projection, and no state is kept for every draft.
+    """
 
     def __init__(self, states: States, plan: StatePlan, *, net: DeltaNet) -> None:
         self._states = states
         self._plan = plan
         self._net = net
         self._rows = {layer: row for row, layer in enumerate(states.group.layers)}
+        self._given: dict[int, _Inputs] = {}
 
     def __call__(self, layer: int, mixed: Tensor, *, conv: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
         plan, row = self._plan, self._rows[layer]
         pools = (self._states.inputs[row], self._states.memories[row])
         inputs, memories = (_read(pool, plan) for pool in pools)
+        given = _Inputs(mixed, conv, log_decay, strength)
         out = mixed.new_empty(mixed.shape[0], self._net.value_heads, self._net.value_dim)
         # Decodes run side by side, each prefill chunk by itself.
         for members, rows in plan.parts:
-            count = rows.shape[0] // members.shape[0]
-            window = torch.cat((inputs[members], mixed[rows].view(-1, count, mixed.shape[1]).transpose(1, 2)), dim=2)
-            inputs[members] = window[:, :, count:]
-            convolved = F.silu(F.conv1d(window, conv[:, None], groups=conv.shape[0])).transpose(1, 2)
-            query, key, value = (part.to(memories.dtype) for part in _heads(convolved, self._net))
-            gates = [gate[rows].view(-1, count, gate.shape[1]).transpose(1, 2) for gate in (log_decay, strength)]
-            read, memories[members] = delta_rule(
-                _unit(query) * self._net.key_dim**-0.5,
-                _unit(key),
-                value,
-                log_decay=gates[0].to(memories.dtype),
-                strength=gates[1].to(memories.dtype),
-                memory=memories[members],
-            )
+            read, inputs[members], memories[members] = self._run(given, rows, inputs[members], memories[members])
             out[rows] = read.transpose(1, 2).flatten(0, 1).to(out.dtype)
         for pool, states in zip(pools, (inputs, memories), strict=True):
-            pool.index_copy_(0, plan.targets, states)
+            pool.index_copy_(0, plan.targets[plan.firm], states[plan.firm])
+        if plan.drafted:
+            self._given[layer] = given
         return out
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Write the states of the chunks with drafts: of each as many rows count as ``counts`` says, in order."""
+        for layer, given in self._given.items():
+            row = self._rows[layer]
+            pools = (self._states.inputs[row], self._states.memories[row])
+            inputs, memories = (_read(pool, self._plan) for pool in pools)
+            for (chunk, rows), count in zip(self._plan.drafted, counts, strict=True):
+                one = slice(chunk, chunk + 1)
+                kept = slice(rows.start, rows.start + count)
+                _, *states = self._run(given, kept, inputs[one], memories[one])
+                for pool, state in zip(pools, states, strict=True):
+                    pool.index_copy_(0, self._plan.targets[one], state)
+
+    def _run(
+        self, given: _Inputs, rows: Tensor | slice, inputs: Tensor, memories: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run rows, equally many of each state: what was read ``[states, heads, count, dim]``, and the states after."""
+        mixed, conv = given.mixed[rows], given.conv
+        count = mixed.shape[0] // inputs.shape[0]
+        window = torch.cat((inputs, mixed.view(-1, count, mixed.shape[1]).transpose(1, 2)), dim=2)
+        convolved = F.silu(F.conv1d(window, conv[:, None], groups=conv.shape[0])).transpose(1, 2)
+        query, key, value = (part.to(memories.dtype) for part in _heads(convolved, self._net))
+        log_decay, strength = (
+            gate[rows].view(-1, count, gate.shape[1]).transpose(1, 2).to(memories.dtype)
+            for gate in (given.log_decay, given.strength)
+        )
+        read, memories = delta_rule(
+            _unit(query) * self._net.key_dim**-0.5,
+            _unit(key),
+            value,
+            log_decay=log_decay,
+            strength=strength,
+            memory=memories,
+        )
+        return read, window[:, :, count:], memories
 
 
 def delta_rule(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_shim.cache.integrity import IntegrityError
-from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner
+from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner, Sampled
 from router.wire.block_keys import namespace_seed
 
 Integers = npt.NDArray[np.int64]
@@ -73,21 +73,27 @@ class ShadowRunner:
             for group, pages in zip(layout.groups, layout.pages, strict=True)
         ]
 
-    def run(self, batch: Batch) -> list[int]:
-        """Check what is read, run, note what was written, check again."""
+    def run(self, batch: Batch) -> list[Sampled]:
+        """Check what is read, run, note what was written, check again.
+
+        Where drafts did not hold nothing counts as written.
+        """
         self._steps += 1
         checked = self._chosen(batch)
         for chunk in checked:
-            self._check(chunk, end=chunk.start)
+            self._check(chunk, chunk.request.tokens[: chunk.start])
         chains = [self._chains(chunk) for chunk in batch.chunks]
         for chunk in batch.chunks:
             self._forget(chunk)  # whatever a failing step writes there is nothing to rely on
-        tokens = self._inner.run(batch)
-        for chunk, prefix in zip(batch.chunks, chains, strict=True):
-            self._write(chunk, prefix)
-        for chunk in checked:
-            self._check(chunk, end=chunk.start + chunk.count)
-        return tokens
+        results = self._inner.run(batch)
+        sampled = iter(results)
+        held = [next(sampled).tokens[:-1] if chunk.samples else () for chunk in batch.chunks]
+        for chunk, prefix, drafts in zip(batch.chunks, chains, held, strict=True):
+            self._write(chunk, prefix, drafts)
+        for chunk, drafts in zip(batch.chunks, held, strict=True):
+            if chunk in checked:
+                self._check(chunk, [*chunk.request.tokens[: chunk.start + chunk.count], *drafts])
+        return results
 
     def _chosen(self, batch: Batch) -> tuple[Chunk, ...]:
         if self._steps % self._every_steps:
@@ -111,22 +117,27 @@ class ShadowRunner:
 
     def _forget(self, chunk: Chunk) -> None:
         for group, slots in zip(self._layout.groups, self._slots, strict=True):
-            slots.positions[self._written(chunk, group)] = _UNWRITTEN
+            slots.positions[self._written(chunk, group, chunk.count + chunk.room)] = _UNWRITTEN
 
-    def _write(self, chunk: Chunk, chains: list[int]) -> None:
-        end = chunk.start + chunk.count
+    def _write(self, chunk: Chunk, chains: list[int], held: tuple[int, ...]) -> None:
+        """Book the chunk's own positions, and behind them the drafts that ``held``."""
+        count = chunk.count + len(held)
+        end = chunk.start + count
+        for token in held:
+            chains.append(chain(chains[-1], token))
+        tokens = [*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *held]
         for group, slots in zip(self._layout.groups, self._slots, strict=True):
-            state = group.kind is GroupKind.STATE
-            places = self._written(chunk, group)
-            slots.tokens[places] = chunk.request.tokens[end - len(places) : end]
+            places = self._written(chunk, group, count)
+            slots.tokens[places] = tokens[-len(places) :]
             slots.positions[places] = np.arange(end - len(places), end)
-            slots.chains[places] = chains[-1:] if state else chains[1:]
+            slots.chains[places] = chains[-len(places) :]
             slots.generations[places] = self._generation(group, places)
 
-    def _written(self, chunk: Chunk, group: CacheGroup) -> Integers:
+    def _written(self, chunk: Chunk, group: CacheGroup, count: int) -> Integers:
+        """Slots of the chunk's first ``count`` positions, or the one of the state after them."""
         if group.kind is GroupKind.STATE:
             return np.array(chunk.tables[group.index][1:2], dtype=np.int64)
-        return self._places(chunk, group, chunk.start, chunk.start + chunk.count)
+        return self._places(chunk, group, chunk.start, chunk.start + count)
 
     def _places(self, chunk: Chunk, group: CacheGroup, start: int, end: int) -> Integers:
         """Slots of the positions [start, end) in a paged group."""
@@ -140,8 +151,9 @@ class ShadowRunner:
         page_slots = 1 if group.kind is GroupKind.STATE else self._layout.page_tokens
         return self._generations[group.index][places // page_slots]
 
-    def _check(self, chunk: Chunk, *, end: int) -> None:
-        """All that the chunk's queries look back to, up to ``end``, is what the request's own tokens say."""
+    def _check(self, chunk: Chunk, tokens: Sequence[int]) -> None:
+        """All that the chunk's queries look back to is what the ``tokens`` up to there say."""
+        end = len(tokens)
         if end == 0:
             return
         for group, slots in zip(self._layout.groups, self._slots, strict=True):
@@ -156,7 +168,7 @@ class ShadowRunner:
                 places = np.array([chunk.tables[group.index][end > chunk.start]], dtype=np.int64)
             else:
                 places = self._places(chunk, group, start, stop)
-            known = np.array(chunk.request.tokens[start:stop], dtype=np.int64)
+            known = np.array(tokens[start:stop], dtype=np.int64)
             wrong = {
                 "position": slots.positions[places] != np.arange(start, stop),
                 "token": slots.tokens[places] != known,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine_shim.types import Batch, Chunk, Request
+from engine_shim.types import Batch, Chunk, Request, Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,11 @@ class SimRunner:
         self._answer_length = answer_length
         self._sleep = sleep
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> list[Sampled]:
         """Sleep, then one token for each chunk that samples."""
         self._sleep(self.times.seconds(batch))
-        return [self._token(chunk.request, chunk.start + chunk.count) for chunk in batch.chunks if chunk.samples]
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        return [Sampled((self._token(chunk.request, chunk.start + chunk.count),)) for chunk in sampling]
 
     def _token(self, request: Request, position: int) -> int:
         """The token at ``position``, of which all before are known."""

@@ -9,17 +9,18 @@ from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
 from engine_shim.attention.recurrent import PagedRecurrence, States
 from engine_shim.model.decoder import Decoder
-from engine_shim.sampling import Draw, sample
-from engine_shim.types import Batch, CacheLayout
+from engine_shim.sampling import Sampler
+from engine_shim.speculative.drafter import Drafter
+from engine_shim.types import Batch, CacheLayout, Sampled
 
 
 class TorchRunner:
-    """One rank's runner. The decoder may be shared with other ranks, the pools are its own.
+    """One rank's runner. The decoder may be shared with other ranks, the pools and the drafter are its own.
 
     Device and dtype are the decoder's. Not thread-safe: the rank's thread alone calls it.
     """
 
-    def __init__(self, decoder: Decoder, layout: CacheLayout) -> None:
+    def __init__(self, decoder: Decoder, layout: CacheLayout, *, drafter: Drafter | None = None) -> None:
         self.decoder = decoder
         self.layout = layout
         self.pools = Pools.allocate(
@@ -35,26 +36,56 @@ class TorchRunner:
             if net is not None and group is not None
             else None
         )
+        self._drafter = drafter
+        self._sampler = Sampler(stop_token_ids=frozenset(decoder.config.eos_token_ids))
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> list[Sampled]:
         """Run one step; the one wait for the device is for the sampled tokens."""
-        plan = make_plan(batch, self.layout, device=self.decoder.device, dtype=self.decoder.dtype)
-        hidden = self._hidden(plan)
-        draws = [Draw.of(chunk) for chunk in batch.chunks if chunk.samples]
-        if not draws:
+        drafts = self._drafts(batch)
+        plan = make_plan(batch, self.layout, drafts=drafts, device=self.decoder.device, dtype=self.decoder.dtype)
+        recurrence = self._recurrence(plan)
+        hidden = self._hidden(plan, recurrence)
+        sampling = [(chunk, tried) for chunk, tried in zip(batch.chunks, drafts, strict=True) if chunk.samples]
+        if not sampling:
             return []
-        return sample(self.decoder.logits(hidden.index_select(0, plan.sampled)), draws)
+        chunks, tried = zip(*sampling, strict=True)
+        results = self._sampler(self.decoder.logits(hidden.index_select(0, plan.sampled)), chunks, tried)
+        if recurrence is not None:
+            # Of a chunk with drafts those rows count that hold a known token or a draft that held.
+            counts = [
+                chunk.count + len(result.tokens) - 1
+                for chunk, result in zip(chunks, results, strict=True)
+                if result.drafted
+            ]
+            recurrence.settle(counts)
+        return results
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Run one step and return the logits of every position of the batch, ``[tokens, vocab_size]``."""
         plan = make_plan(batch, self.layout, device=self.decoder.device, dtype=self.decoder.dtype)
-        return self.decoder.logits(self._hidden(plan))
+        return self.decoder.logits(self._hidden(plan, self._recurrence(plan)))
 
-    def _hidden(self, plan: Plan) -> Tensor:
+    def _drafts(self, batch: Batch) -> list[tuple[int, ...]]:
+        """What is tried behind each chunk: nothing where there is no room, and no more than a grammar lets pass."""
+        drafts: list[tuple[int, ...]] = [()] * len(batch.chunks)
+        roomy = [(i, chunk) for i, chunk in enumerate(batch.chunks) if chunk.room]
+        if self._drafter is None or not roomy:
+            return drafts
+        proposed = self._drafter.propose([chunk for _, chunk in roomy])
+        for (i, chunk), tokens in zip(roomy, proposed, strict=True):
+            constraint = chunk.request.constraint
+            fitting = len(tokens) if constraint is None else constraint.fitting(chunk.request.output, tokens)
+            drafts[i] = tokens[:fitting]
+        return drafts
+
+    def _recurrence(self, plan: Plan) -> PagedRecurrence | None:
+        net = self.decoder.config.delta_net
+        if self.states is None or plan.states is None or net is None:
+            return None
+        return PagedRecurrence(self.states, plan.states, net=net)
+
+    def _hidden(self, plan: Plan, recurrence: PagedRecurrence | None) -> Tensor:
         attention = PagedAttention(self.pools, plan, scale=self.decoder.config.attention_scale)
-        recurrence = None
-        if self.states is not None and plan.states is not None and self.decoder.config.delta_net is not None:
-            recurrence = PagedRecurrence(self.states, plan.states, net=self.decoder.config.delta_net)
         return self.decoder.hidden(plan.tokens, plan.positions, attention=attention, recurrence=recurrence)

@@ -14,20 +14,29 @@ such *leader* at most, and no longer than the leader runs; a leader that ends, f
 All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running
 request is preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What
 a preempted request computed goes to the tree; it waits at the head of the queue, restarts from what is still
-there, and its sampled tokens are kept.
+there, and its sampled tokens are kept. Where a transfer keeps pages, nobody is preempted: they come back.
+
+A request whose prefix is loaded from the host runs once the last piece of that is under way; until then it holds its
+pages and others run.
+
+A request that decodes may have up to ``draft_tokens`` drafts tried, which the runner proposes. They have what is left
+over of a step, and nobody is preempted for their pages. Only those that held ever become tokens of the request.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
+from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats
-from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request
+from engine_shim.schedule.transit import OffloadPlan
+from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled
 from router.wire.kv_events import Event
 
 
@@ -45,6 +54,9 @@ class Scheduler:
         chunk_tokens: int = 512,
         max_context_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        offload: OffloadPlan | None = None,
+        mover: Mover | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         if layout.window is not None and layout.pages[layout.window.index] - 1 <= layout.window_pages():
             raise ValueError(
@@ -56,9 +68,10 @@ class Scheduler:
         if max_running < 1 or chunk_tokens < 1:
             raise ValueError("max_running and chunk_tokens are at least 1")
         self._events = EventRecorder(layout)
-        self._memory = Memory(layout, self._events)
+        self._memory = Memory(layout, self._events, plan=offload, mover=mover)
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
+        self._draft_tokens = draft_tokens
         self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
         self._context_tokens = min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1)
@@ -67,6 +80,7 @@ class Scheduler:
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []  # oldest first
         self._launched: Batch | None = None
+        self._draft_budget = 0
         self._outputs: list[Output] = []
         self._admissions = 0
         self._counters = Counters()
@@ -96,6 +110,7 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
             return
         entry = self._entries[request.id] = Entry(request)
+        self._memory.look_up(entry)
         self._waiting.append(entry)
 
     def abort(self, request_id: str) -> bool:
@@ -128,31 +143,35 @@ class Scheduler:
         """The next batch, or None if nothing can run. Every batch must be committed before the next call."""
         if self._launched is not None:
             raise RuntimeError("the batch before this one was not committed")
+        self.poll()
         chunks: dict[Entry, Chunk] = {}
+        # Every running request has its token first, and of what is left drafts take no more than prefills.
+        self._draft_budget = (self._chunk_tokens - len(self._running)) // 2
         for entry in sorted(self._running, key=lambda entry: entry.remaining_tokens > 1):
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
                 break
-            if entry.receipt is not None:  # else preempted by an older one in this very step
+            # A receipt is gone if an older one has preempted it in this very step.
+            if entry.receipt is not None and self._memory.may_run(entry):
                 self._schedule_running(entry, min(entry.next_tokens, budget), chunks)
         self._admit(chunks)
         if not chunks:
             return None
-        self._launched = Batch(tuple(chunks.values()))
+        loads = [transfer for entry in chunks if entry.load for transfer in entry.load.outstanding]
+        self._launched = Batch(tuple(chunks.values()), tuple(loads))
         return self._launched
 
-    def commit(self, batch: Batch, tokens: list[int]) -> list[Output]:
-        """Book what the runner did: one token for each chunk that samples, in order."""
+    def commit(self, batch: Batch, sampled: Sequence[Sampled]) -> list[Output]:
+        """Book what the runner did: something sampled for each chunk that samples, in order."""
         if batch is not self._launched:
             raise RuntimeError("this is not the launched batch")
-        if len(tokens) != sum(chunk.samples for chunk in batch.chunks):
-            raise ValueError(f"{len(tokens)} tokens do not fit the chunks that sample")
+        if len(sampled) != sum(chunk.samples for chunk in batch.chunks):
+            raise ValueError(f"{len(sampled)} results do not fit the chunks that sample")
         self._launched = None
         outputs: list[Output] = []
-        sampled = iter(tokens)
+        results = iter(sampled)
         for chunk in batch.chunks:
-            token = next(sampled) if chunk.samples else None
-            output = self._commit_chunk(chunk, token)
+            output = self._commit_chunk(chunk, next(results) if chunk.samples else None)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -171,12 +190,39 @@ class Scheduler:
             self._memory.drop(entry)
             self._running.remove(entry)
             chunk.request.finish = FinishReason.ABORT if entry.aborted else FinishReason.ERROR
-            outputs.append(Output(request=chunk.request, token=None, finish=chunk.request.finish))
+            outputs.append(Output(request=chunk.request, tokens=(), finish=chunk.request.finish))
         return outputs
+
+    def rewind(self, batch: Batch) -> list[Output]:
+        """Give up on a launched batch whose load did not arrive: its requests start again from what the tree has."""
+        if batch is not self._launched:
+            raise RuntimeError("this is not the launched batch")
+        self._launched = None
+        for chunk in reversed(batch.chunks):
+            entry = self._entries[chunk.request.id]
+            if entry.aborted:
+                self._leave(entry)
+                del self._entries[chunk.request.id]
+                self._end(chunk.request, FinishReason.ABORT)
+            else:
+                self._requeue(entry)
+        return self.drain_outputs()
+
+    def poll(self) -> None:
+        """Between two steps: take note of transfers that have ended."""
+        for entry in self._memory.poll():
+            self._requeue(entry)
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Something moves; if nothing can run, it is that which is waited for."""
+        return self._memory.offload is not None and self._memory.offload.in_flight > 0
 
     def _schedule_running(self, entry: Entry, wanted: int, chunks: dict[Entry, Chunk]) -> None:
         """Add a chunk, at the cost of younger requests if no page is left; the youngest of all gives way itself."""
         while (fitting := self._memory.fit(entry, wanted)) == 0:
+            if self._memory.lends_pages:
+                return
             youngest = self._running[-1]
             assert youngest is not self._running[0], "a request that is alone always has room"
             chunks.pop(youngest, None)
@@ -189,7 +235,7 @@ class Scheduler:
         for entry in tuple(self._waiting):
             if entry.leader is None and entry.asked_admissions != self._admissions:
                 self._find_leader(entry, chunks)
-            if entry.waits_for_leader:
+            if entry.waits_for_leader or self._memory.awaits_fetch(entry):
                 continue
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0 or len(self._running) == self._max_running:
@@ -198,7 +244,7 @@ class Scheduler:
             wanted = min(entry.next_tokens, budget)
             # Nobody is preempted for a newcomer, and each running request keeps a page to grow into.
             fitting = self._memory.fit(entry, wanted, spare_pages=len(self._running))
-            if fitting < wanted and self._running:
+            if fitting == 0 or (fitting < wanted and self._running):
                 self._memory.leave(entry)
                 entry.request.computed_tokens = 0
                 return
@@ -207,7 +253,8 @@ class Scheduler:
             self._running.append(entry)
             self._admissions += 1
             self._count_admission(entry)
-            chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
+            if self._memory.begin(entry):
+                chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
 
     def _aligned(self, entry: Entry, count: int) -> int:
         """A prefill chunk cut back to a page boundary, if the cache has a use for that and the chunk holds one."""
@@ -229,20 +276,23 @@ class Scheduler:
             return
         known_tokens = self._memory.known_tokens(entry)
         for other, tokens in shares.items():
-            if tokens > known_tokens and other.request.computed_tokens >= tokens:
+            if tokens > known_tokens and other.request.computed_tokens >= tokens and other.load is None:
                 self._memory.share(other)
             elif tokens > max(known_tokens, entry.lead_tokens):
                 entry.leader, entry.lead_tokens = other, tokens
         if (leader := entry.leader) is None:
             return
-        leader.stop_at(entry.lead_tokens)
+        if entry.lead_tokens > leader.request.computed_tokens:
+            leader.stop_at(entry.lead_tokens)
         chunk = chunks.get(leader)
         if chunk is not None and chunk.start + chunk.count > entry.lead_tokens:
             chunks[leader] = replace(chunk, count=entry.lead_tokens - chunk.start, samples=False)
 
     def _chunk(self, entry: Entry, count: int) -> Chunk:
         request = entry.request
-        self._memory.extend(entry, count)
+        room = self._room(entry, count)
+        self._draft_budget -= room
+        self._memory.extend(entry, count + room)
         return Chunk(
             request=request,
             start=request.computed_tokens,
@@ -250,43 +300,84 @@ class Scheduler:
             tables=request.tables,
             samples=count == entry.remaining_tokens,
             draws=len(request.tokens) - len(request.prompt),
+            room=room,
         )
 
-    def _commit_chunk(self, chunk: Chunk, token: int | None) -> Output | None:
+    def _room(self, entry: Entry, count: int) -> int:
+        """How many drafts may be tried behind the last known token, without harm to anybody."""
+        request = entry.request
+        known = len(request.tokens)
+        if entry.prefilling or count < entry.remaining_tokens:
+            return 0
+        unsampled = min(
+            request.sampling.max_tokens - (known - len(request.prompt)),
+            self._context_tokens - known,
+        )
+        room = min(self._draft_tokens, self._draft_budget, unsampled - 1)
+        if self._memory.aligns_chunks:
+            # Or a state that stands on a page boundary, where alone it can be kept, would be jumped over.
+            room = min(room, self._page - 1 - (known - 1) % self._page)
+        if room <= 0:
+            return 0
+        return max(0, self._memory.fit(entry, count + room, spare_pages=len(self._running)) - count)
+
+    def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> Output | None:
         request = chunk.request
         entry = self._entries[request.id]
-        self._counters.computed_tokens += chunk.count
-        self._memory.computed(entry, chunk.count, at_prompt_end=entry.prefilling and chunk.samples)
+        self._memory.landed(entry)
+        tokens: tuple[int, ...] = ()
         if entry.aborted:
-            token, request.finish = None, FinishReason.ABORT
-        elif token is not None:
-            request.tokens.append(token)
-            request.finish = self._finish_reason(request, token)
+            request.finish = FinishReason.ABORT
+        elif sampled is not None:
+            tokens = self._take(request, sampled)
+        # All tokens but the last one have run through the layers as drafts.
+        computed = chunk.count + max(0, len(tokens) - 1)
+        self._counters.computed_tokens += computed
+        self._memory.computed(entry, computed, at_prompt_end=entry.prefilling and chunk.samples)
         if request.finish is not None:
             self._leave(entry)
             del self._entries[request.id]
         elif entry.pass_stop() or (entry.prefilling and chunk.samples):
             self._memory.store(entry)
             entry.prefilling = not chunk.samples
-        if token is None and request.finish is None:
+        if not tokens and request.finish is None:
             return None
-        return Output(request=request, token=token, finish=request.finish)
+        logprobs = sampled.logprobs[: len(tokens)] if sampled is not None else ()
+        return Output(request=request, tokens=tokens, finish=request.finish, logprobs=logprobs)
+
+    def _take(self, request: Request, sampled: Sampled) -> tuple[int, ...]:
+        """Append what was sampled, up to the token that ends the request; what lies behind that never was."""
+        self._counters.count_drafts(sampled)
+        for taken, token in enumerate(sampled.tokens, start=1):
+            request.tokens.append(token)
+            request.finish = self._finish_reason(request, token)
+            if request.finish is not None:
+                return sampled.tokens[:taken]
+        return sampled.tokens
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.sampling
+        output_tokens = len(request.tokens) - len(request.prompt)
         if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
-        if len(request.tokens) - len(request.prompt) >= sampling.max_tokens:
+        if output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
         if len(request.tokens) >= self._context_tokens:
             return FinishReason.LENGTH
         return None
 
     def _preempt(self, entry: Entry) -> None:
+        self._requeue(entry)
+        self._counters.preemptions += 1
+
+    def _requeue(self, entry: Entry) -> None:
+        if entry.load is not None and not entry.request.output:  # what it was counted for did not arrive
+            self._counters.queried_tokens -= len(entry.request.prompt)
+            self._counters.cached_tokens -= entry.request.cached_tokens
+            entry.admitted = False
         self._leave(entry)
         entry.request.computed_tokens = 0
         self._waiting.appendleft(entry)
-        self._counters.preemptions += 1
 
     def _leave(self, entry: Entry) -> None:
         self._memory.leave(entry)
@@ -294,7 +385,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
-        self._outputs.append(Output(request=request, token=None, finish=reason))
+        self._outputs.append(Output(request=request, tokens=(), finish=reason))
 
     def _count_admission(self, entry: Entry) -> None:
         if entry.admitted:
@@ -313,13 +404,13 @@ class Scheduler:
 
     def snapshot_events(self) -> tuple[Event, ...]:
         """Store events that rebuild the cache as it is; take the pending ones first, they are part of it."""
-        return self._memory.cache.snapshot_events()
+        return self._memory.snapshot_events()
 
     def reset_cache(self) -> bool:
         """Forget all prefixes; False, and nothing done, while a request holds pages."""
         if not self._memory.is_idle:
             return False
-        self._memory.cache.reset()
+        self._memory.reset()
         return True
 
     def stats(self) -> Stats:
@@ -336,6 +427,9 @@ class Scheduler:
             cached_tokens=self._counters.cached_tokens,
             computed_tokens=self._counters.computed_tokens,
             preemptions=self._counters.preemptions,
+            drafts=self._counters.drafts,
+            drafted_tokens=self._counters.drafted_tokens,
+            accepted_tokens=tuple(self._counters.accepted_tokens),
         )
 
     @property
@@ -349,4 +443,4 @@ class Scheduler:
 
 
 def _total(chunks: dict[Entry, Chunk]) -> int:
-    return sum(chunk.count for chunk in chunks.values())
+    return sum(chunk.count + chunk.room for chunk in chunks.values())

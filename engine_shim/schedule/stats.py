@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine_shim.types import Sampled
 
 
 @dataclass(slots=True)
@@ -13,6 +15,20 @@ class Counters:
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: list[int] = field(default_factory=list)
+
+    def count_drafts(self, sampled: Sampled) -> None:
+        """Book how a chunk's drafts fared."""
+        if not sampled.drafted:
+            return
+        self.drafts += 1
+        self.drafted_tokens += sampled.drafted
+        accepted = len(sampled.tokens) - 1
+        self.accepted_tokens += [0] * (sampled.drafted - len(self.accepted_tokens))
+        for place in range(accepted):
+            self.accepted_tokens[place] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +38,8 @@ class Stats:
     ``used_pages`` are held by requests or the tree; ``evictable_pages``, part of them, are the tree's and in
     no one's way. ``queried_tokens`` and ``cached_tokens`` are prompt tokens at first admission, those found
     in the cache among them; ``computed_tokens`` are positions run through the layers, repeated work after
-    preemptions included.
+    preemptions included, drafts that did not hold left out. ``drafts`` are steps of one request with
+    ``drafted_tokens`` proposed tokens in all; ``accepted_tokens[n]`` is how often the n-th of them held.
     """
 
     running: int
@@ -35,3 +52,6 @@ class Stats:
     cached_tokens: int
     computed_tokens: int
     preemptions: int
+    drafts: int
+    drafted_tokens: int
+    accepted_tokens: tuple[int, ...]

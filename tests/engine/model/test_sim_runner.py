@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
-from engine_shim.types import Batch, Chunk, Request, Sampling
+from engine_shim.types import Batch, Chunk, Request, Sampled, Sampling
 
 
 def request(prompt: tuple[int, ...], output: tuple[int, ...] = ()) -> Request:
@@ -52,7 +52,7 @@ def test_the_runner_sleeps_the_modelled_time_once_a_step() -> None:
     """The injected sleep gets the step's seconds."""
     slept: list[float] = []
     runner = SimRunner(StepTimes(100.0, 0.5), token_ids=[7], sleep=slept.append)
-    assert runner.run(Batch((chunk(request((1,) * 50), 0, 50),))) == [7]
+    assert runner.run(Batch((chunk(request((1,) * 50), 0, 50),))) == [Sampled((7,))]
     assert slept == pytest.approx([0.5])
 
 
@@ -71,7 +71,7 @@ def generate(
         count = min(chunk_tokens, len(made.tokens) - computed)
         sampled = runner.run(Batch((chunk(made, computed, count),)))
         computed += count
-        made.tokens.extend(sampled)
+        made.tokens.extend(token for each in sampled for token in each.tokens)
     return made.output
 
 
@@ -90,7 +90,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     answer = generate((1, 2, 3), 10, chunk_tokens=8)
     runner = SimRunner(StepTimes(1.0, 1.0), token_ids=range(100, 900), sleep=lambda _: None)
     resumed = request((1, 2, 3), tuple(answer[:6]))
-    assert runner.run(Batch((chunk(resumed, 0, 9),))) == [answer[6]]
+    assert runner.run(Batch((chunk(resumed, 0, 9),))) == [Sampled((answer[6],))]
 
 
 def test_an_answer_ends_by_itself() -> None:

@@ -11,7 +11,8 @@ from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.types import Batch, GroupKind, Request, Sampling
+from engine_shim.speculative.drafter import Drafter
+from engine_shim.types import Batch, GroupKind, Request, Sampled, Sampling
 
 
 class ParityRank:
@@ -34,6 +35,8 @@ class ParityRank:
         max_running: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
         record: bool = True,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self.layout = layout_for(
             decoder.config,
@@ -42,25 +45,26 @@ class ParityRank:
             window_pool_tokens=window_pool_tokens,
             state_slots=state_slots,
         )
-        self.runner = TorchRunner(decoder, self.layout)
+        self.runner = TorchRunner(decoder, self.layout, drafter=drafter)
         self.scheduler = Scheduler(
             self.layout,
             max_running=max_running,
             chunk_tokens=chunk_tokens,
             max_context_tokens=decoder.config.max_positions,
             eos_token_ids=eos_token_ids,
+            draft_tokens=draft_tokens,
         )
         self._record = record
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.pages_filled = [0 for _ in self.layout.groups]
         self.largest_batch = 0
 
-    def generate(self, prompts: dict[str, list[int]], *, max_tokens: int = 32) -> dict[str, Request]:
-        """Run all prompts together to their ends, greedily, and return the requests by name."""
-        requests = {
-            name: Request(id=name, prompt=tuple(prompt), sampling=Sampling(max_tokens=max_tokens))
-            for name, prompt in prompts.items()
-        }
+    def generate(
+        self, prompts: dict[str, list[int]], *, max_tokens: int = 32, sampling: Sampling | None = None
+    ) -> dict[str, Request]:
+        """Run all prompts together to their ends, greedily unless told otherwise, and return the requests by name."""
+        sampling = sampling or Sampling(max_tokens=max_tokens)
+        requests = {name: Request(id=name, prompt=tuple(prompt), sampling=sampling) for name, prompt in prompts.items()}
         for request in requests.values():
             self.scheduler.add(request)
         while self.scheduler.has_work:
@@ -72,12 +76,11 @@ class ParityRank:
         batch = self.scheduler.schedule()
         assert batch is not None, "requests wait but nothing can run"
         self._poison()
-        tokens = self._run(batch)
-        self.scheduler.commit(batch, tokens)
+        self.scheduler.commit(batch, self._run(batch))
         self.scheduler.check_integrity()
         self.largest_batch = max(self.largest_batch, len(batch.chunks))
 
-    def _run(self, batch: Batch) -> list[int]:
+    def _run(self, batch: Batch) -> list[Sampled]:
         page_tokens = self.layout.page_tokens
         for chunk in batch.chunks:
             begun = -(-(chunk.start + chunk.count) // page_tokens) - -(-chunk.start // page_tokens)
@@ -85,14 +88,14 @@ class ParityRank:
         if not self._record:
             return self.runner.run(batch)
         logits = self.runner.logits(batch)
-        tokens, row = [], 0
+        sampled, row = [], 0
         for chunk in batch.chunks:
             rows = logits[row : row + chunk.count]
             self.logits[chunk.request.id].update(enumerate(rows, start=chunk.start))
             if chunk.samples:
-                tokens.append(int(rows[-1].argmax()))
+                sampled.append(Sampled((int(rows[-1].argmax()),)))
             row += chunk.count
-        return tokens
+        return sampled
 
     def _poison(self) -> None:
         """NaN into the null page and every page that nobody holds: reading one shows in the logits."""

@@ -1,16 +1,28 @@
 """A runner without a model: it writes a fingerprint of the prefix where keys and values would go, and reads it back.
 
-A recurrent state is the position it stands for and the fingerprint there. What stands at a position depends on all
-tokens up to it, and the sampled token on what stands at the last one. So a wrong page, a page reused too early or a
-table that is one slot off is a wrong fingerprint at once, and the right output can be told without any cache:
-``expected_output``.
+A recurrent state is the position it stands for and the fingerprint there. Where there is room for drafts it tries some,
+most of them right, and writes them all. What stands at a position depends on all tokens up to it, and the sampled token
+on what stands at the last one. So a wrong page, a page reused too early or a table that is one slot off is a wrong
+fingerprint at once, and the right output can be told without any cache: ``expected_output``.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from zlib import crc32
 
-from engine_shim.types import NULL_PAGE, Batch, CacheLayout, Chunk, FinishReason, GroupKind, Request, Sampling
+from engine_shim.types import (
+    NULL_PAGE,
+    Batch,
+    CacheLayout,
+    Chunk,
+    FinishReason,
+    GroupKind,
+    Request,
+    Sampled,
+    Sampling,
+)
 
 VOCABULARY = 11
 EOS = 0
@@ -47,19 +59,25 @@ def expected_output(
 class KvMemory:
     """Slots (group, page, offset) -> (position, fingerprint); implements ``Runner``."""
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, *, seed: int = 0) -> None:
         self.layout = layout
         self.slots: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.window_pages_reused = 0
         self._known: dict[tuple[str, str], list[int]] = {}
+        self._rng = random.Random(seed)
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> list[Sampled]:
         """Write all chunks, then read all that their queries look at, then sample."""
         written: set[tuple[int, int, int]] = set()
-        for chunk in batch.chunks:
-            self._write(chunk, written)
-        tokens = [(chunk.samples, self._read(chunk)) for chunk in batch.chunks]
-        return [token for samples, token in tokens if samples]
+        sampled = []
+        runs = [(chunk, self._drafts(chunk)) for chunk in batch.chunks]
+        for chunk, drafts in runs:
+            self._write(chunk, drafts, written)
+        for chunk, drafts in runs:
+            self._read(chunk, drafts)
+            if chunk.samples:
+                sampled.append(Sampled(self._sampled(chunk, drafts), drafted=len(drafts)))
+        return sampled
 
     def scribble(self, batch: Batch) -> None:
         """Fill the slots of a batch with what belongs nowhere."""
@@ -68,18 +86,38 @@ class KvMemory:
                 if group.kind is GroupKind.STATE:
                     self.slots[group.index, chunk.tables[group.index][1], 0] = (-1, -1)
                     continue
-                for position in range(chunk.start, chunk.start + chunk.count):
+                for position in range(chunk.start, chunk.start + chunk.count + chunk.room):
                     self.slots[self._slot(chunk, group.index, position)] = (-1, -1)
 
-    def _write(self, chunk: Chunk, written: set[tuple[int, int, int]]) -> None:
-        prints = self._fingerprints(chunk.request)
+    def _drafts(self, chunk: Chunk) -> list[int]:
+        value = self._fingerprints(chunk.request)[-1]
+        drafts: list[int] = []
+        for _ in range(self._rng.randint(0, chunk.room)):
+            drafts.append(sample(value) if self._rng.random() < 0.8 else self._rng.randrange(VOCABULARY))
+            value = fingerprint(value, drafts[-1])
+        return drafts
+
+    def _sampled(self, chunk: Chunk, drafts: list[int]) -> tuple[int, ...]:
+        """The drafts that are right, and the token after them."""
+        value = self._fingerprints(chunk.request)[chunk.start + chunk.count - 1]
+        tokens = [sample(value)]
+        for draft in drafts:
+            if draft != tokens[-1]:
+                break
+            value = fingerprint(value, draft)
+            tokens.append(sample(value))
+        return tuple(tokens)
+
+    def _write(self, chunk: Chunk, drafts: list[int], written: set[tuple[int, int, int]]) -> None:
+        prints = self._fingerprints(chunk.request, drafts)
         for group in self.layout.groups:
             if group.kind is GroupKind.STATE:
-                self._run_state(chunk, group.index, prints, written)
+                held = len(self._sampled(chunk, drafts)) - 1 if chunk.samples else 0
+                self._run_state(chunk, group.index, prints, written, end=chunk.start + chunk.count + held)
                 continue
             seen = {page for page in chunk.tables[group.index] if page != NULL_PAGE}
             assert len(seen) == sum(page != NULL_PAGE for page in chunk.tables[group.index])
-            for position in range(chunk.start, chunk.start + chunk.count):
+            for position in range(chunk.start, chunk.start + chunk.count + len(drafts)):
                 slot = self._slot(chunk, group.index, position)
                 assert slot not in written, "two chunks write one slot"
                 written.add(slot)
@@ -87,20 +125,20 @@ class KvMemory:
                     self.window_pages_reused += self.slots[slot][0] != position
                 self.slots[slot] = (position, prints[position])
 
-    def _read(self, chunk: Chunk) -> int:
-        prints = self._fingerprints(chunk.request)
-        end = chunk.start + chunk.count
+    def _read(self, chunk: Chunk, drafts: list[int]) -> None:
+        prints = self._fingerprints(chunk.request, drafts)
         for group in self.layout.groups:
             if group.kind is GroupKind.STATE:
                 continue  # read before it was written
             first = 0 if group.window_tokens is None else max(0, chunk.start - group.window_tokens + 1)
-            for position in range(first, end):
+            for position in range(first, chunk.start + chunk.count + len(drafts)):
                 found = self.slots[self._slot(chunk, group.index, position)]
                 assert found == (position, prints[position]), f"group {group.index} position {position}"
-        return sample(prints[end - 1])
 
-    def _run_state(self, chunk: Chunk, group: int, prints: list[int], written: set[tuple[int, int, int]]) -> None:
-        """Read the state before the chunk, write the one after it; a state that others read is left alone."""
+    def _run_state(
+        self, chunk: Chunk, group: int, prints: list[int], written: set[tuple[int, int, int]], *, end: int
+    ) -> None:
+        """Read the state before the chunk, write the one at its end; a state that others read is left alone."""
         source, target = chunk.tables[group]
         assert (source == NULL_PAGE) == (chunk.start == 0)
         assert target != NULL_PAGE
@@ -109,7 +147,6 @@ class KvMemory:
             assert (group, source, 0) not in written or source == target
         assert (group, target, 0) not in written, "two chunks write one state"
         written.add((group, target, 0))
-        end = chunk.start + chunk.count
         self.slots[group, target, 0] = (end, prints[end - 1])
 
     def _slot(self, chunk: Chunk, group: int, position: int) -> tuple[int, int, int]:
@@ -117,10 +154,15 @@ class KvMemory:
         assert page != NULL_PAGE, f"position {position} has no page in group {group}"
         return group, page, position % self.layout.page_tokens
 
-    def _fingerprints(self, request: Request) -> list[int]:
+    def _fingerprints(self, request: Request, drafts: Sequence[int] = ()) -> list[int]:
+        """What stands at each position of the request's tokens, and of drafts behind them."""
         prints = self._known.setdefault((request.namespace, request.id), [])
         value = prints[-1] if prints else crc32(request.namespace.encode())
         for token in request.tokens[len(prints) :]:
             value = fingerprint(value, token)
             prints.append(value)
-        return prints
+        behind = []
+        for token in drafts:
+            value = fingerprint(value, token)
+            behind.append(value)
+        return prints + behind

@@ -23,7 +23,7 @@ from engine_shim.cache.radix import RadixCache
 from engine_shim.runner.shadow import ShadowError, ShadowRunner
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, FinishReason, GroupKind, Request, Sampling
+from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, FinishReason, GroupKind, Request, Sampled, Sampling
 from router.wire.kv_events import BlockRemoved, BlockStored
 
 PAGE, WINDOW = 4, 10
@@ -43,13 +43,13 @@ Perturb = Callable[[Batch], Batch]
 class Oracle:
     """Answers what must be answered, without looking at any page: only the watchmen can notice a wrong one."""
 
-    def run(self, batch: Batch) -> list[int]:
-        tokens = []
+    def run(self, batch: Batch) -> list[Sampled]:
+        sampled = []
         for chunk in batch.chunks:
             if chunk.samples:
                 sampling = replace(chunk.request.sampling, max_tokens=1000, ignore_eos=True)
-                tokens.append(expected_output(chunk.request.prompt, sampling)[0][chunk.draws])
-        return tokens
+                sampled.append(Sampled((expected_output(chunk.request.prompt, sampling)[0][chunk.draws],)))
+        return sampled
 
 
 def drive(seed: int, *, perturb: Perturb = lambda batch: batch, steps: int = 150) -> ShadowRunner:
@@ -71,8 +71,7 @@ def drive(seed: int, *, perturb: Perturb = lambda batch: batch, steps: int = 150
         if rng.random() < 0.1 and names:
             scheduler.abort(str(rng.randrange(names)))
         if batch is not None:
-            tokens = runner.run(perturb(batch))
-            outputs = scheduler.commit(batch, tokens)
+            outputs = scheduler.commit(batch, runner.run(perturb(batch)))
             histories += [tuple(out.request.tokens) for out in outputs if out.finish is FinishReason.LENGTH]
         scheduler.drain_outputs()
         scheduler.check_integrity()

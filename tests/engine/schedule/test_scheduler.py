@@ -87,7 +87,7 @@ def test_prefill_runs_in_chunks_and_samples_at_its_end_only() -> None:
     assert rank.step() == ([("a", 4, 4)], [])
     shapes, outputs = rank.step()
     assert shapes == [("a", 8, 2)]
-    assert [output.token for output in outputs] == request.output
+    assert [list(output.tokens) for output in outputs] == [request.output]
     assert len(request.output) == 1
     assert rank.step()[0] == [("a", 10, 1)]
     assert request.finish is FinishReason.LENGTH
@@ -320,8 +320,8 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert batch is not None
     failed = rank.scheduler.fail(batch)
     rank.scheduler.check_integrity()
-    assert [(o.request, o.token, o.finish) for o in failed] == [
-        (request, None, FinishReason.ERROR) for request in (first, second)
+    assert [(o.request, o.tokens, o.finish) for o in failed] == [
+        (request, (), FinishReason.ERROR) for request in (first, second)
     ]
     rank.finish()
     assert third.finish is FinishReason.LENGTH
@@ -348,8 +348,8 @@ def test_the_youngest_is_preempted_and_keeps_its_words() -> None:
     ends = []
     while rank.scheduler.has_work:
         for output in rank.step()[1]:
-            assert output.token is not None
-            streams[output.request.id].append(output.token)
+            assert output.tokens
+            streams[output.request.id] += output.tokens
             if output.finish is not None:
                 ends.append(output.request.id)
     assert rank.scheduler.stats().preemptions == 1
@@ -388,7 +388,7 @@ def test_an_impossible_prompt_is_refused_and_the_next_one_runs() -> None:
     impossible = rank.add("a", numbers(21))
     possible = rank.add("b", numbers(20), max_tokens=9)
     assert rank.scheduler.has_work
-    assert rank.scheduler.drain_outputs() == [Output(impossible, None, FinishReason.ERROR)]
+    assert rank.scheduler.drain_outputs() == [Output(impossible, (), FinishReason.ERROR)]
     rank.finish()
     assert (len(possible.output), possible.finish) == (1, FinishReason.LENGTH)
     assert rank.scheduler.context_tokens == 21
@@ -461,7 +461,7 @@ def test_abort_in_flight_waits_for_the_commit() -> None:
     assert rank.scheduler.stats().used_pages == (3,)
     assert rank.scheduler.stats().evictable_pages == (0,)
     assert not rank.scheduler.reset_cache()
-    assert rank.land(batch) == [Output(request, None, FinishReason.ABORT)]
+    assert rank.land(batch) == [Output(request, (), FinishReason.ABORT)]
     assert request.output == []
     assert rank.scheduler.stats().used_pages == rank.scheduler.stats().evictable_pages == (2,)
     assert not rank.scheduler.has_work

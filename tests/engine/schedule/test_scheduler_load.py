@@ -47,8 +47,7 @@ def test_outputs_equal_those_of_an_unlimited_cache(seed: int) -> None:
         scheduler.take_events()
         for output in [*outputs, *scheduler.drain_outputs()]:
             request = output.request
-            if output.token is not None:
-                streams[request.id].append(output.token)
+            streams[request.id] += output.tokens
             if output.finish is not None:
                 finished[request.id] = output.finish
                 hits += request.cached_tokens

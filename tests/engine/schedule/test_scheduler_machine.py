@@ -38,6 +38,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         checkpoint_pages=st.integers(1, 5),
         chunk=st.integers(1, 13),
         running=st.integers(1, 5),
+        drafts=st.sampled_from([0, 1, 3, 6]),
+        seed=st.integers(0, 5),
     )
     def start(
         self,
@@ -49,6 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         checkpoint_pages: int,
         chunk: int,
         running: int,
+        drafts: int,
+        seed: int,
     ) -> None:
         groups = [CacheGroup(0, GroupKind.FULL, (1,))]
         pages = [full_pages]
@@ -65,9 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk_tokens=chunk,
             max_context_tokens=60,
             eos_token_ids=frozenset({EOS}),
+            draft_tokens=drafts,
         )
         self.chunk = chunk
-        self.memory = KvMemory(self.layout)
+        self.memory = KvMemory(self.layout, seed=seed)
         self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
         self.resident: dict[int, set[int | bytes]] = {}
         self.requests: dict[str, Request] = {}
@@ -112,7 +117,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.batch is None:
             assert not self.scheduler.has_work, "unfinished requests and nothing to run"
             return
-        assert 1 <= self.batch.tokens <= self.chunk
+        assert self.batch.tokens >= 1
+        assert sum(chunk.count + chunk.room for chunk in self.batch.chunks) <= self.chunk
         for chunk in self.batch.chunks:
             assert chunk.start == chunk.request.computed_tokens
             assert chunk.samples == (chunk.start + chunk.count == len(chunk.request.tokens))
@@ -154,8 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in outputs:
             request = output.request
             assert output.finish is request.finish
-            if output.token is not None:
-                self.streams[request.id].append(output.token)
+            self.streams[request.id] += output.tokens
             answer, reason = expected_output(
                 request.prompt,
                 request.sampling,

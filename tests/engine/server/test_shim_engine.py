@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +26,9 @@ from engine_shim.types import (
     FinishReason,
     GroupKind,
     Request,
+    Sampled,
     Sampling,
+    TokenLogprob,
 )
 from router.wire.kv_events import Event
 
@@ -38,9 +41,9 @@ class StepRunner:
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.before = before
 
-    def run(self, batch: Batch) -> list[int]:
+    def run(self, batch: Batch) -> list[Sampled]:
         self.before()
-        return [7 for chunk in batch.chunks if chunk.samples]
+        return [Sampled((7,)) for chunk in batch.chunks if chunk.samples]
 
 
 class DamagedScheduler(Scheduler):
@@ -300,9 +303,9 @@ async def test_events_leave_before_the_tokens() -> None:
             super().publish(events)
 
     class Box(Mailbox):
-        def put(self, index: int, token: int | None, finish: FinishReason | None) -> None:
+        def put(self, index: int, tokens: Sequence[int], finish: FinishReason | None, **more: Any) -> None:
             order.append("token" if finish is None else "last token")
-            super().put(index, token, finish)
+            super().put(index, tokens, finish, **more)
 
     publisher = SlowPublisher(Endpoints("127.0.0.1", 0, 0), rank=0, epoch="e")
     async with running(StepRunner(), publisher=publisher) as engine:
@@ -319,10 +322,11 @@ async def test_mailbox_merges_what_is_not_read() -> None:
     """Steps that come before the reader are one delta per prompt; after close there is nothing."""
     box = Mailbox(2)
     for token in (1, 2):
-        box.put(0, token, None)
-    box.put(1, 3, FinishReason.LENGTH)
-    assert await box.take() == [Delta(0, (1, 2), None), Delta(1, (3,), FinishReason.LENGTH)]
-    box.put(0, 4, FinishReason.STOP)
+        box.put(0, (token,), None, logprobs=[TokenLogprob(-token, ())])
+    box.put(1, (3, 5), FinishReason.LENGTH)
+    told = (TokenLogprob(-1, ()), TokenLogprob(-2, ()))
+    assert await box.take() == [Delta(0, (1, 2), None, told), Delta(1, (3, 5), FinishReason.LENGTH)]
+    box.put(0, (4,), FinishReason.STOP)
     assert await box.take() == [Delta(0, (4,), FinishReason.STOP)]
     pending = asyncio.create_task(box.take())
     await asyncio.sleep(0)
