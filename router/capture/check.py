@@ -123,7 +123,7 @@ class _Replay:
                 target=Target(host="", port=0, rank=rank, dp_size=ranks, engine=capture.engine),
                 models=models,
                 block_tokens=capture.block_tokens,
-                pool_tokens=None,
+                pool_tokens=capture.pool_tokens,
             )
             self._fleet.set_status(slot, RankStatus.READY)
         self._slots = frozenset(range(ranks))

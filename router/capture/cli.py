@@ -154,7 +154,12 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
                 text="server_info",
                 engine=str(info.engine),
                 models=info.models,
-                geometry={"block_size": info.block_tokens, "dp_size": info.dp_size, **options.geometry},
+                geometry={
+                    "block_size": info.block_tokens,
+                    "dp_size": info.dp_size,
+                    "pool_tokens": info.pool_tokens,
+                    **options.geometry,
+                },
             )
             async with following(info, tape):
                 if options.drive:

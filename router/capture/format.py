@@ -76,6 +76,7 @@ class Capture:
     resets: Sequence[Reset]
     geometry: Geometry = field(default_factory=Geometry)
     block_tokens: int | None = None
+    pool_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
 
 
@@ -121,6 +122,7 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
             eagle=bool(settings.get("eagle") or settings.get("use_eagle")),
         ),
         block_tokens=_first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size"),
+        pool_tokens=_pool_tokens(settings),
         adapters=_adapters(settings),
     )
 
@@ -315,6 +317,15 @@ def _merged(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for part in (note.get("info"), note, note.get("geometry"), _mapping(note.get("info")).get("geometry")):
             merged.update(_mapping(part))
     return merged
+
+
+def _pool_tokens(settings: Mapping[str, Any]) -> int | None:
+    """Tokens that one rank's cache holds."""
+    if size := _first_number(settings, "pool_tokens", "kv_cache_size_tokens", "max_total_num_tokens"):
+        return size
+    blocks = _first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override")
+    block_tokens = _first_number(settings, "block_size")
+    return blocks * block_tokens if blocks and block_tokens else _first_number(settings, "max_total_tokens")
 
 
 def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:

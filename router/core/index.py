@@ -14,9 +14,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional, Ticket
 from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, RankState, bound, keys_of_event
+from router.core.recency import Held
 from router.core.tables import ChainTable, CopyTable
 from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
@@ -42,10 +44,10 @@ class PrefixIndex:
 
     # --- membership -------------------------------------------------------------------------------
 
-    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None) -> None:
+    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None, pool: Pool | None = None) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, {})
-        self._ranks[slot] = RankState(bit=1 << slot, names=names, geometry=geometry or Geometry())
+        self._ranks[slot] = RankState(bit=1 << slot, names=names, geometry=geometry or Geometry(), pool=pool)
         self._set_stride(slot, 1)
 
     def remove_rank(self, slot: int) -> None:
@@ -61,6 +63,8 @@ class PrefixIndex:
         for table in (self._dense, self._lower, *self._sparse.values()):
             table.clear(slot)
         rank.blocks = 0
+        if rank.pool is not None:
+            rank.pool.cleared()
         rank.orphans.clear()
         rank.unnamed.clear()
         self._sweep()
@@ -105,6 +109,7 @@ class PrefixIndex:
             self._set_stride(slot, rule.stride)
         else:
             rank.rules[event.group] = rule
+            rank.pool = None  # the groups share one, in an order that no event tells
         rank.align = math.lcm(
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
         )
@@ -135,6 +140,8 @@ class PrefixIndex:
         rank.blocks += self._dense.extend(slot, parent, keys)
         rank.applied_blocks += len(keys)
         rank.names.update(zip(event.hashes, keys, strict=True))
+        if rank.pool is not None:
+            rank.pool.stored(parent, keys)
         self.provisional.confirm(slot, DENSE, keys)
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
@@ -144,7 +151,10 @@ class PrefixIndex:
         for key, mask in self._dense.evict(count):
             self.evicted_blocks += 1
             for slot in slots_of(mask):
-                self._ranks[slot].blocks -= 1
+                rank = self._ranks[slot]
+                rank.blocks -= 1
+                if rank.pool is not None:
+                    rank.pool.removed((key,), copies=0, is_held=self._holder(rank))
             for table in (self._lower, *self._sparse.values()):
                 table.discard(key)
         self._forgotten += count
@@ -192,6 +202,8 @@ class PrefixIndex:
         if sparse and not on_device:
             return
         table = self._sparse[event.group] if sparse else self._dense if on_device else self._lower
+        copies = self._dense.copies[slot]
+        gone: list[int] = []
         for name in event.hashes:
             key = rank.names.get(name)
             if key is None:
@@ -202,8 +214,11 @@ class PrefixIndex:
             last = table.lose(slot, key)
             if last and table is self._dense:
                 rank.blocks -= 1
+                gone.append(key)
             if not self._known(key):
                 self._forget(rank.names, name)
+        if rank.pool is not None and table is self._dense:
+            rank.pool.removed(gone, copies=copies, is_held=self._holder(rank))
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
@@ -313,11 +328,27 @@ class PrefixIndex:
         reusable: dict[int, int] = {}
         for slot, depth in self._depths(keys, prompt_tokens, self._mask()).items():
             rank = self._ranks[slot]
+            if rank.pool is not None:
+                depth = self._kept(rank.pool, slot, keys, depth)
             units = self._boundary(rank, keys, depth) if rank.rules else depth
             units -= rank.stride * rank.geometry.eagle
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
+
+    def _kept(self, pool: Pool, slot: int, keys: Sequence[int], depth: int) -> int:
+        """Units of ``depth`` that will be there when the engine comes to the request."""
+        stride = self._ranks[slot].stride
+        ends = keys if stride == 1 else keys[stride - 1 :: stride]
+        return pool.kept(ends, depth // stride, copies=self._dense.copies[slot]) * stride
+
+    def _holder(self, rank: RankState) -> Held:
+        masks, bit = self._dense.masks, rank.bit
+        return lambda key: bool(masks.get(key, 0) & bit)
+
+    def pool(self, slot: int) -> Pool | None:
+        """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
+        return self._ranks[slot].pool
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.core.forecast import Pool
 from router.core.usable import Geometry, Rule
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EngineHash
@@ -25,6 +26,7 @@ class RankState:
     bit: int
     names: dict[EngineHash, int]
     geometry: Geometry
+    pool: Pool | None = None
     blocks: int = 0
     applied_blocks: int = 0
     dense_group: int | None = None

@@ -7,6 +7,7 @@ event of its own: the first copy sets a rank's bit, the last one's removal clear
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from router.core.usable import slots_of
@@ -17,12 +18,15 @@ class CopyTable:
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
+        #: Copies by slot, blocks held more than once counted as often.
+        self.copies: defaultdict[int, int] = defaultdict(int)
         self._more: dict[tuple[int, int], int] = {}
 
     def gain(self, slot: int, key: int) -> bool:
         """Add a copy; True if it is the rank's first."""
         mask = self.masks.get(key, 0)
         bit = 1 << slot
+        self.copies[slot] += 1
         if mask & bit:
             self._more[slot, key] = self._more.get((slot, key), 0) + 1
             return False
@@ -33,12 +37,14 @@ class CopyTable:
         """Take a copy away; True if it was the rank's last."""
         more = self._more.get((slot, key))
         if more is not None:
+            self.copies[slot] -= 1
             if more == 1:
                 del self._more[slot, key]
             else:
                 self._more[slot, key] = more - 1
             return False
         held = bool(self.masks.get(key, 0) & (1 << slot))
+        self.copies[slot] -= held
         drop_bit(self.masks, key, 1 << slot)
         return held
 
@@ -49,13 +55,13 @@ class CopyTable:
             drop_bit(self.masks, key, bit)
         for copy in [copy for copy in self._more if copy[0] == slot]:
             del self._more[copy]
+        self.copies.pop(slot, None)
 
     def discard(self, key: int) -> int:
         """Forget a block on every rank. Returns the slots that held it, as bits."""
         mask = self.masks.pop(key, 0)
-        if self._more:
-            for slot in slots_of(mask):
-                self._more.pop((slot, key), None)
+        for slot in slots_of(mask):
+            self.copies[slot] -= 1 + self._more.pop((slot, key), 0)
         return mask
 
     def __contains__(self, key: int) -> bool:
@@ -91,6 +97,7 @@ class ChainTable(CopyTable):
             # nobody holds has children, so no link is lost.
             self.masks.update(zip(keys, itertools.repeat(bit)))
             self._children.update(itertools.pairwise(keys))
+            self.copies[slot] += len(keys)
             if parent is not None and keys:
                 self._link(parent, keys[0])
             return len(keys)

@@ -13,14 +13,16 @@ from dataclasses import replace
 from prometheus_client import Gauge
 
 from router.core.breaker import BreakerParameters, Breakers, BreakerState
+from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
 from router.core.pace import PaceLearner, prior
 from router.core.seen import TextIndex
 from router.core.session import SessionTable
 from router.core.types import (
-    FleetView,
     WHOLE,
+    Engine,
+    FleetView,
     RankId,
     RankLoad,
     RankStatus,
@@ -265,7 +267,11 @@ class Fleet:
         member.index = self._indexes[key]
         member.block_tokens = block_tokens
         geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)
-        member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry)
+        blocks = member.pool_tokens // block_tokens if member.pool_tokens else None
+        if blocks and member.target.engine is Engine.VLLM:
+            blocks -= 1  # one stands for no block at all
+        pool = Pool(blocks, is_radix=member.target.engine is Engine.SGLANG)
+        member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
         self._measure(member)
 
     def _measure(self, member: Member) -> None:

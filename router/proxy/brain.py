@@ -11,6 +11,7 @@ import msgspec
 
 from router.core.admission import Admission, AdmissionParameters, Visit
 from router.core.cost import CostParameters
+from router.core.forecast import Allocation
 from router.core.load import Claim
 from router.core.pace import judge
 from router.core.pd import can_serve, make_role_policy, transfer_seconds
@@ -291,7 +292,7 @@ class RouterBrain(Models):
             if member.target.part.role is not WorkerRole.PREFILL:
                 self._tell_home(prepared, member)
         lease = _Lease(self, prepared, decision, member, claim, binding)
-        self._promises.sent(member, prepared)
+        lease.allocation = self._promises.sent(member, prepared)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
         elif counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
@@ -317,6 +318,8 @@ class RouterBrain(Models):
             lease.noted.first_token_seconds = self._fleet.clock() - lease.noted.started
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
+        if lease.allocation is not None:
+            lease.allocation.pool.begun(lease.allocation)
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
@@ -342,8 +345,12 @@ class RouterBrain(Models):
             elif usage is not None:
                 self._promises.answered(lease.member, prepared, output_tokens=usage.completion_tokens, now=now)
             self._promises.keep(lease.promises, now=now)
+            if lease.allocation is not None:
+                self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
         else:
             self._promises.take_back(lease.promises)
+            if lease.allocation is not None:
+                lease.allocation.pool.forget(lease.allocation)
         is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
         if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
             prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
@@ -383,7 +390,19 @@ class RouterBrain(Models):
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
-    __slots__ = ("_brain", "_open", "binding", "claim", "decision", "member", "noted", "prepared", "promises", "visit")
+    __slots__ = (
+        "_brain",
+        "_open",
+        "allocation",
+        "binding",
+        "claim",
+        "decision",
+        "member",
+        "noted",
+        "prepared",
+        "promises",
+        "visit",
+    )
 
     def __init__(
         self,
@@ -404,6 +423,7 @@ class _Lease:
         self.noted: Attempted | None = None
         self.visit: Visit | None = None
         self.promises: list[Promise] = []
+        self.allocation: Allocation | None = None
 
     def first_byte(self) -> None:
         """Prefill is over."""

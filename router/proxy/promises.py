@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from router.core.forecast import Allocation
 from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
@@ -45,10 +46,22 @@ class Promises:
         self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
         self._answered: dict[tuple[str, SessionKey], _Answered] = {}
 
-    def sent(self, member: Member, prepared: PreparedRequest) -> None:
-        """A prompt leaves for this rank. SGLang's events will not say under which extra key it was."""
+    def sent(self, member: Member, prepared: PreparedRequest) -> Allocation | None:
+        """A prompt leaves for this rank and takes room there."""
         index = member.index
-        if index is None or prepared.tokens is None or member.target.engine is not Engine.SGLANG:
+        if index is None or prepared.tokens is None or not self._fleet.knows(member):
+            return None
+        self._note_namespace(member, index, prepared)
+        if (pool := index.pool(member.slot)) is None:
+            return None
+        stride = index.stride(member.slot)
+        blocks = prepared.prompt_tokens // (stride * index.block_tokens) + 1  # with room for the first token
+        return pool.sent(prepared.keys(index.block_tokens)[stride - 1 :: stride], blocks=blocks)
+
+    @staticmethod
+    def _note_namespace(member: Member, index: PrefixIndex, prepared: PreparedRequest) -> None:
+        """SGLang's events will not say under which extra key a prompt was."""
+        if member.target.engine is not Engine.SGLANG or prepared.tokens is None:
             return
         keys = prepared.keys(index.block_tokens)
         if prepared.plain_seed is not None:
@@ -106,6 +119,23 @@ class Promises:
         for index, ticket in promises:
             index.provisional.end(ticket)
             self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
+
+    def leave(
+        self,
+        allocation: Allocation,
+        member: Member,
+        prepared: PreparedRequest,
+        output: Sequence[int],
+        *,
+        now: float,
+    ) -> None:
+        """The request is over; its blocks stay."""
+        index, keys = member.index, allocation.keys
+        if index is not None and len(output) > 1 and self._fleet.knows(member):
+            stride, unit = index.stride(member.slot), index.block_tokens
+            keys = (*prepared.keys(unit), *prepared.keys_after(output[:-1], block_tokens=unit))[stride - 1 :: stride]
+        allocation.pool.ended(allocation, keys)
+        self._expiring.append((now + PROVISIONAL_SECONDS, partial(allocation.pool.forget, allocation)))
 
     @staticmethod
     def take_back(promises: Iterable[Promise]) -> None:

@@ -1,0 +1,229 @@
+"""What of a prompt's prefix will still be there when the engine comes to it.
+
+A cache that is full gives up, for each block that a request takes, the block not used for longest. Requests that were
+sent and not yet scheduled, or whose events are still under way, take theirs before the next one is looked at. So they
+are gone through in the order in which they were sent: each keeps what it finds, and has room made for the rest.
+
+- vLLM takes free blocks one by one, those used longest ago first, of one request its tail first
+  (``FreeKVCacheBlockQueue``). A request finds what one scheduled before it is about to compute.
+- SGLang gives up whole nodes of its tree, leaves first (``RadixCache.evict``). What is being computed is not found.
+
+While there is room for all, nothing of this is done. The size of the pool is the worker's word; of a vLLM that says
+none, it is the most that was held when a block had to go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from router.core.recency import Held, Recency, Stretch
+
+#: With more requests than this unheard of, nothing is foretold: such a rank is not chosen for its cache.
+MAX_PENDING = 64
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """The blocks of one request in a pool: ``keys`` of the whole ones, ``blocks`` with the one begun.
+
+    ``pinned`` of them are known to be in use. Events of it are due until ``awaited`` is stored.
+    """
+
+    pool: Pool
+    keys: Sequence[int]
+    blocks: int
+    awaited: int | None = None
+    is_running: bool = True
+    pinned: int = 0
+
+
+class Pool:
+    """The blocks of one rank's dense group, and who uses them. Mutated by its owner, on one thread."""
+
+    def __init__(self, blocks: int | None, *, is_radix: bool = False) -> None:
+        self._blocks = blocks
+        self._is_known = blocks is not None
+        self._is_radix = is_radix
+        self._order = Recency(is_merged=not is_radix)
+        self._running: dict[Allocation, None] = {}
+        self._pending: dict[Allocation, None] = {}
+        self._pending_blocks = 0
+        self._awaited: dict[int, list[Allocation]] = {}
+        self._forecast: _Forecast | None = None  # holds until something changes
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def sent(self, keys: Sequence[int], *, blocks: int) -> Allocation:
+        """A request is on its way to the rank."""
+        allocation = Allocation(self, keys, blocks)
+        self._wait(allocation)
+        return allocation
+
+    def begun(self, allocation: Allocation) -> None:
+        """It has its blocks: an event or its first token says so. Where it stores none, no event ever will."""
+        if allocation in self._running or not allocation.is_running:
+            return
+        allocation.pinned = self._order.use(allocation.keys, pins=1)
+        self._running[allocation] = None
+        self._forecast = None
+        if allocation.pinned == len(allocation.keys):
+            self._settle(allocation)
+
+    def ended(self, allocation: Allocation, keys: Sequence[int]) -> None:
+        """It is over, and leaves these blocks; they are those used last."""
+        self._settle(allocation)
+        self._order.use(allocation.keys[: allocation.pinned], pins=-1)
+        self._running.pop(allocation, None)
+        self._forecast = None
+        allocation.is_running = False
+        allocation.keys, allocation.blocks = keys, len(keys)
+        if self._order.use(keys) < len(keys):
+            self._wait(allocation)
+
+    def forget(self, allocation: Allocation) -> None:
+        """It failed, or its events did not come in time."""
+        if allocation.is_running:
+            self.ended(allocation, ())
+        self._settle(allocation)
+
+    def _wait(self, allocation: Allocation) -> None:
+        self._pending[allocation] = None
+        self._pending_blocks += allocation.blocks
+        self._forecast = None
+        if allocation.keys:
+            allocation.awaited = allocation.keys[-1]
+            self._awaited.setdefault(allocation.awaited, []).append(allocation)
+
+    def _settle(self, allocation: Allocation) -> None:
+        """No event of it is due any more."""
+        if allocation not in self._pending:
+            return
+        del self._pending[allocation]
+        self._pending_blocks -= allocation.blocks
+        self._forecast = None
+        if allocation.awaited is not None:
+            waiting = self._awaited[allocation.awaited]
+            waiting.remove(allocation)
+            if not waiting:
+                del self._awaited[allocation.awaited]
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def stored(self, parent: int | None, keys: Sequence[int]) -> None:
+        """The rank stored blocks. Of those that wait for one of them, the first has it."""
+        self._order.add(parent, keys)
+        self._forecast = None
+        if self._awaited and not self._awaited.keys().isdisjoint(keys):
+            for key in keys:
+                if key in self._awaited:
+                    allocation = self._awaited[key][0]
+                    self.begun(allocation)
+                    self._settle(allocation)
+
+    def removed(self, keys: Sequence[int], *, copies: int, is_held: Held) -> None:
+        """The rank gave blocks up. Before, it held so many copies."""
+        if not self._is_known and not self._is_radix:
+            self._blocks = max(self._blocks or 0, copies)
+        for key in reversed(keys):
+            self._order.remove(key, is_held)
+        self._forecast = None
+
+    def cleared(self) -> None:
+        """The rank's cache was emptied."""
+        self._order.clear()
+        self._forecast = None
+
+    # --- the forecast -----------------------------------------------------------------------------------
+
+    def kept(self, keys: Sequence[int], depth: int, *, copies: int) -> int:
+        """How many of the first ``depth`` blocks will be there. ``copies`` is all that the rank holds now."""
+        if not self._pending or self._blocks is None or len(self._pending) > MAX_PENDING:
+            return depth
+        # A request that runs holds a block begun. Where that does not fit, one has ended that seems to run.
+        room = max(0, self._blocks - copies - len(self._running))
+        if room >= self._pending_blocks:
+            return depth
+        if self._forecast is None:
+            self._forecast = _Forecast(self._order, self._pending, room=room, is_radix=self._is_radix)
+        return self._forecast.kept(keys, depth)
+
+
+class _Forecast:
+    """A pool once all pending requests have their blocks: ``left[stretch]`` of it stay, ``floor[stretch]`` in use."""
+
+    def __init__(self, order: Recency, pending: Iterable[Allocation], *, room: int, is_radix: bool) -> None:
+        self._order = order
+        self._room = room
+        self._is_radix = is_radix
+        self._left: dict[Stretch, int] = {}
+        self._floor: dict[Stretch, int] = {}
+        self._coming: dict[int, Stretch] = {}  # what will have been stored, by first block
+        self._leaving: deque[Stretch] = deque()  # of it, what nobody holds on to
+        self._victims = iter(order)
+        self._victim: Stretch | None = None
+        for allocation in pending:
+            self._allocate(allocation)
+
+    def kept(self, keys: Sequence[int], depth: int) -> int:
+        """How many of the first ``depth`` blocks are left."""
+        at = 0
+        for stretch, count in self._path(keys[:depth]):
+            left = self._left_of(stretch)
+            if left < count:
+                return at + left
+            at += count
+        return depth  # what is not known here is of requests under way
+
+    def _allocate(self, allocation: Allocation) -> None:
+        path = self._path(allocation.keys)
+        found = 0
+        for stretch, count in path:
+            left = min(count, self._left_of(stretch))
+            self._hold(stretch, left, allocation)
+            found += left
+            if left < count:
+                break
+        self._room -= allocation.blocks - found
+        self._make_room()
+        known = 0
+        for stretch, count in path:  # what had gone is computed again
+            self._left[stretch] = max(self._left_of(stretch), count)
+            self._hold(stretch, count, allocation)
+            known += count
+        if known < len(allocation.keys) and not (self._is_radix and allocation.is_running):
+            stretch = Stretch(allocation.keys[known:], pins=allocation.is_running)
+            self._coming[stretch.keys[0]] = stretch
+            if not allocation.is_running:
+                self._leaving.append(stretch)
+
+    def _hold(self, stretch: Stretch, count: int, allocation: Allocation) -> None:
+        """A running request keeps hold of its blocks; those of one that has ended are the last in the order."""
+        if allocation.is_running:
+            self._floor[stretch] = max(self._floor.get(stretch, 0), count)
+
+    def _path(self, keys: Sequence[int]) -> list[tuple[Stretch, int]]:
+        path = self._order.path(keys)
+        at = sum(count for _, count in path)
+        while at < len(keys) and (stretch := self._coming.get(keys[at])) is not None:
+            path.append((stretch, stretch.common(keys, at)))
+            at += path[-1][1]
+        return path
+
+    def _left_of(self, stretch: Stretch) -> int:
+        return self._left.get(stretch, len(stretch.keys))
+
+    def _make_room(self) -> None:
+        """Give up what was used longest ago, until there is room or nothing is left to give up."""
+        while self._room < 0:
+            stretch = self._victim or next(self._victims, None) or (self._leaving.popleft() if self._leaving else None)
+            if stretch is None:
+                return
+            left = self._left_of(stretch)
+            goes = max(0, left - (len(stretch.keys) if stretch.pins else self._floor.get(stretch, 0)))
+            if not self._is_radix:
+                goes = min(goes, -self._room)
+            self._left[stretch] = left - goes
+            self._room += goes
+            self._victim = stretch if self._room >= 0 else None
