@@ -66,6 +66,7 @@ class Component:
     def hold(self, node: Node, pages: Sequence[int]) -> None:
         """The tree takes these pages, for a node that has none of this group."""
         node.held[self.index] = list(pages)
+        node.is_saved = False
         self.unlocked.add(node, len(pages))
         self._events.stored(self.index, node)
 

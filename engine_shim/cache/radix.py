@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 
 from engine_shim.cache.component import Component, components_of
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.node import Node
+from engine_shim.cache.node import Node, shared_pages
 from engine_shim.cache.pool import PageError
 from engine_shim.types import NULL_PAGE, CacheLayout
 from router.wire.block_keys import block_keys, namespace_seed
@@ -383,18 +383,3 @@ class RadixCache:
             locks=[0] * groups,
             pins=[0] * groups,
         )
-
-
-def shared_pages(left: Sequence[int], right: Sequence[int], *, page_tokens: int) -> int:
-    """How many whole pages two runs (of one type) have in common, by halving: slices compare at C speed."""
-    if left == right:
-        return len(left) // page_tokens
-    low, high = 0, min(len(left), len(right)) // page_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        span = slice(low * page_tokens, middle * page_tokens)
-        if left[span] == right[span]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -6,6 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from engine_shim.cache.radix import Receipt
+from engine_shim.schedule.transit import Load
 from engine_shim.types import NULL_PAGE, Request
 
 
@@ -26,6 +27,10 @@ class Entry:
     after that reads the kept slot and writes the other one, so no state is ever copied. What the table's first entry
     names beside these two is the tree's, locked.
 
+    While ``load`` is there, pages ``load.full_from`` .. ``load.pages`` of the full table, the window before their end
+    and the kept slot are written by transfers from the host. They are its own: in the window group pages from
+    ``window_own_from`` on, which else is ``receipt.pages``. ``fetches``: transfers from disk that it waits for.
+
     ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
     what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
@@ -36,6 +41,7 @@ class Entry:
     request: Request
     receipt: Receipt | None = None
     window_from: int = 0
+    window_own_from: int = 0
     kept_slot: int = NULL_PAGE
     kept_tokens: int = 0
     stops: list[int] = field(default_factory=list)
@@ -45,6 +51,8 @@ class Entry:
     leader: Entry | None = None
     lead_tokens: int = 0
     asked_admissions: int = -1
+    load: Load | None = None
+    fetches: set[int] = field(default_factory=set)
 
     @property
     def remaining_tokens(self) -> int:
@@ -63,8 +71,7 @@ class Entry:
         return (
             leader is not None
             and leader.receipt is not None
-            and leader.prefilling
-            and leader.request.computed_tokens < self.lead_tokens
+            and (leader.load is not None or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens))
         )
 
     def stop_at(self, tokens: int) -> None:

@@ -6,29 +6,45 @@ The only place where a page changes its owner::
                         |                 |
                         +--slide, leave   +--admit (reads under a lock)
 
-Nothing here is called while a batch runs, so no page that is given back can still be written.
+Nothing here is called while a batch runs, so no page that is given back can still be written by one. Transfers go on
+all the time: what a save reads is pinned in the tree, and what a load writes is the request's own; if that leaves
+before the load has landed, the pages are *adrift* until then and belong to nobody else.
 """
 
 from __future__ import annotations
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError, check_integrity
-from engine_shim.cache.radix import FULL, RadixCache, Receipt, shared_pages
+from engine_shim.cache.node import shared_pages
+from engine_shim.cache.radix import FULL, RadixCache, Receipt
+from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.offload import Offload
+from engine_shim.schedule.transit import Load, OffloadPlan
 from engine_shim.types import NULL_PAGE, CacheLayout
+from router.wire.kv_events import Event
 
 
 class Memory:
     """Keeps ``tables``, ``computed_tokens`` and the receipts of running requests in step with the cache."""
 
-    def __init__(self, layout: CacheLayout, events: EventRecorder) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        events: EventRecorder,
+        *,
+        plan: OffloadPlan | None = None,
+        mover: Mover | None = None,
+    ) -> None:
         self.cache = RadixCache(layout, events)
+        self.offload = Offload(layout, plan, cache=self.cache, mover=mover, events=events) if plan and mover else None
         self._page = layout.page_tokens
         self._window = layout.window.index if layout.window else None
         self._state = layout.state.index if layout.state else None
         self._checkpoint = layout.checkpoint_tokens
         self._window_pages = layout.window_pages()
         self._tenants: list[Entry] = []
+        self._adrift: list[Load] = []
 
     @property
     def aligns_chunks(self) -> bool:
@@ -37,23 +53,58 @@ class Memory:
 
     @property
     def is_idle(self) -> bool:
-        """No request holds a page."""
-        return not self._tenants
+        """No request holds a page, and no transfer."""
+        return not self._tenants and (self.offload is None or self.offload.is_idle)
+
+    @property
+    def lends_pages(self) -> bool:
+        """Transfers keep pages that come back by themselves."""
+        return self.offload is not None and self.offload.lends_pages
+
+    def look_up(self, entry: Entry) -> None:
+        """Have what a request that is queued could use of the disk fetched while it waits."""
+        if self.offload is not None:
+            request = entry.request
+            tokens = request.tokens[: self._cap(entry) * self._page]
+            match = self.cache.match(request.namespace, tokens)
+            entry.fetches = self.offload.fetch(request.namespace, tokens, match)
+
+    def awaits_fetch(self, entry: Entry) -> bool:
+        """Whether something is still on its way from disk."""
+        return self.offload is not None and not all(map(self.offload.is_landed, entry.fetches))
 
     def admit(self, entry: Entry) -> None:
-        """Start a request behind the longest prefix the tree has of it; its last token is always computed."""
+        """Start a request behind the longest prefix that the tree or the host has of it.
+
+        Its last token is always computed. What the host has is loaded from ``begin`` on.
+        """
         request = entry.request
-        cap = (len(request.tokens) - 1) // self._page
-        match = self.cache.match(request.namespace, request.tokens[: cap * self._page])
-        entry.receipt = self.cache.lock(match)
-        entry.window_from = max(0, match.pages - self._window_pages)
+        cap = self._cap(entry)
+        tokens = request.tokens[: cap * self._page]
+        match = self.cache.match(request.namespace, tokens)
+        depth, pages, entry.load = match.full_pages, match.pages, None
+        if self.offload is not None:
+            depth, entry.load = self.offload.find(request.namespace, tokens, match)
+        if entry.load is None:
+            entry.receipt = self.cache.lock(match)
+            request.tables = match.tables
+            if self.offload is not None and not match.node.is_saved:
+                self.offload.reused(match.node)
+        else:
+            pages = entry.load.pages
+            entry.receipt, full = self.cache.lock_full(request.namespace, tokens[: pages * self._page])
+            request.tables = tuple(
+                full if group == FULL else [NULL_PAGE] * (2 if group == self._state else 0)
+                for group in range(len(self.cache.pools))
+            )
+        entry.window_from = max(0, pages - self._window_pages)
+        entry.window_own_from = entry.receipt.pages
         entry.kept_slot, entry.kept_tokens = NULL_PAGE, 0
         entry.prefilling = True
-        request.tables = match.tables
-        request.computed_tokens = match.pages * self._page
+        request.computed_tokens = pages * self._page
         entry.stops = []
-        if match.full_pages > match.pages:
-            entry.stop_at(match.full_pages * self._page)
+        if depth > pages:
+            entry.stop_at(depth * self._page)
         if self._state is not None:
             # A state serves at its own position only: leave some along the way, and one for the same prompt again.
             grid = range(0, len(request.tokens), self._checkpoint)
@@ -61,6 +112,9 @@ class Memory:
                 if tokens > request.computed_tokens:
                     entry.stop_at(tokens)
         self._tenants.append(entry)
+
+    def _cap(self, entry: Entry) -> int:
+        return (len(entry.request.tokens) - 1) // self._page
 
     def shared_tokens(self, entry: Entry, other: Entry) -> int:
         """How much of its prompt, in whole pages, ``entry`` could reuse if ``other`` had stored all of its own."""
@@ -84,14 +138,28 @@ class Memory:
 
         ``spare_pages`` of the latter are left for others.
         """
-        held = len(entry.request.tables[FULL]) - spare_pages
-        end = entry.request.computed_tokens + tokens
-        if not self._state_fits(entry, spare=spare_pages):
-            return 0
-        if end > (held + self._obtainable_pages()) * self._page:
+        start, end = entry.request.computed_tokens, entry.request.computed_tokens + tokens
+        fitting = self._end_that_fits(entry, spare_pages)
+        if end > fitting:
             self._trim_passed_locks()
-        end = min(end, (held + self._obtainable_pages()) * self._page)
-        return max(0, end - entry.request.computed_tokens)
+            if self.offload is not None:
+                self.offload.relieve()
+            fitting = self._end_that_fits(entry, spare_pages)
+        return max(0, min(end, fitting) - start)
+
+    def _end_that_fits(self, entry: Entry, spare_pages: int) -> int:
+        """Up to which position a request could run on pages held, free or evictable; 0 if not at all."""
+        needed = [0] * len(self.cache.pools)
+        pages = len(entry.request.tables[FULL])
+        if (load := entry.load) is not None and not load.started:
+            needed = [len(copies) for copies in load.copies]
+            pages = load.pages
+        left = [self._obtainable(group) - needed[group] - spare_pages for group in range(len(needed))]
+        if self._state is not None:
+            if entry.request.tables[self._state][1] == NULL_PAGE and left[self._state] <= 0:
+                return 0
+            del left[self._state]
+        return (pages + min(left)) * self._page
 
     def extend(self, entry: Entry, tokens: int) -> None:
         """Make the tables long enough for the next ``tokens`` positions, which must ``fit``."""
@@ -104,6 +172,64 @@ class Memory:
         for group, table in enumerate(tables):
             if group != self._state:
                 table += self._take(group, pages)
+
+    def _start_load(self, entry: Entry, load: Load) -> None:
+        """Take pages for a load and send it; the request then is as if it had computed them."""
+        assert self.offload is not None
+        tables = entry.request.tables
+        targets = [self._take(group, len(copies)) for group, copies in enumerate(load.copies)]
+        for group, (table, pages) in enumerate(zip(tables, targets, strict=True)):
+            if group == self._state:
+                entry.kept_slot, entry.kept_tokens = pages[0], load.pages * self._page
+                table[0] = entry.kept_slot
+            elif group == self._window:
+                entry.window_own_from = load.pages - len(pages)
+                table += [NULL_PAGE] * entry.window_own_from + pages
+            else:
+                table += pages
+        self.offload.start(load, targets)
+
+    def begin(self, entry: Entry) -> bool:
+        """Start an admitted request's load, if it has one; whether a chunk of it can be launched right away."""
+        if entry.load is not None and not entry.load.started:
+            self._start_load(entry, entry.load)
+        return self.may_run(entry)
+
+    def may_run(self, entry: Entry) -> bool:
+        """Whether a chunk can be launched: all is there, or the last piece lands while the layers run."""
+        if entry.load is None or self.offload is None:
+            return True
+        return self.offload.overlaps and len(entry.load.outstanding) <= 1
+
+    def poll(self) -> list[Entry]:
+        """Take note of the transfers that have landed. Returns the requests whose load did not arrive whole."""
+        if self.offload is None:
+            return []
+        self.offload.poll()
+        for load in [load for load in self._adrift if not load.outstanding]:
+            self._adrift.remove(load)
+            for pool, pages in zip(self.cache.pools, load.targets, strict=True):
+                pool.free(pages)
+        failed = []
+        for entry in self._tenants:
+            if entry.load is not None and entry.load.started and not entry.load.outstanding:
+                if entry.load.failed:
+                    failed.append(entry)
+                else:
+                    self._loaded(entry)
+        self.offload.write_back()
+        return failed
+
+    def landed(self, entry: Entry) -> None:
+        """The step that read what a load writes has ended well, so it has landed."""
+        if entry.load is not None and self.offload is not None:
+            for transfer in tuple(entry.load.outstanding):
+                self.offload.land(transfer, whole=True)
+            self._loaded(entry)
+
+    def _loaded(self, entry: Entry) -> None:
+        entry.load = None
+        self.store(entry, loaded=True)
 
     def computed(self, entry: Entry, tokens: int, *, at_prompt_end: bool) -> None:
         """Book ``tokens`` more positions as run through the layers."""
@@ -134,18 +260,21 @@ class Memory:
         receipt, table = _receipt(entry), entry.request.tables[self._window]
         current = (entry.request.computed_tokens - at_prompt_end) // self._page
         start = max(entry.window_from, current - self._window_pages)
-        own = table[max(entry.window_from, receipt.pages) : start]
+        own = table[max(entry.window_from, entry.window_own_from) : start]
         self.cache.pools[self._window].free(own)
         table[entry.window_from : start] = [NULL_PAGE] * (start - entry.window_from)
         entry.window_from = start
         if start >= receipt.pages:
             entry.receipt = self.cache.trim(receipt, self._window, keep=0)
 
-    def store(self, entry: Entry) -> None:
-        """Give the computed whole pages to the tree and go on reading them there, under a new lock."""
+    def store(self, entry: Entry, *, loaded: bool = False) -> None:
+        """Give the computed whole pages to the tree and go on reading them there, under a new lock.
+
+        After a load there may be window pages and a state to give though the tree has all full pages.
+        """
         request, old = entry.request, _receipt(entry)
         pages = (request.computed_tokens if self._state is None else entry.kept_tokens) // self._page
-        if pages <= old.pages:
+        if pages <= old.pages and not loaded:
             return
         tokens = request.tokens[: pages * self._page]
         given = [
@@ -164,6 +293,9 @@ class Memory:
             else:
                 table[:pages] = stored
         entry.window_from = max(entry.window_from, pages - self._window_pages)
+        entry.window_own_from = pages
+        if self.offload is not None:
+            self.offload.stored(match.node)
 
     def _give_kept(self, entry: Entry, stored: int) -> None:
         """The kept state is the tree's now, as slot ``stored``; if the next chunk starts from it, it reads it there."""
@@ -177,13 +309,21 @@ class Memory:
 
     def leave(self, entry: Entry) -> None:
         """End or preempt a request: the whole pages it computed stay in the tree, the rest is freed."""
-        self.store(entry)
+        if entry.load is None:
+            self.store(entry)
         self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
         """End a request and keep nothing that is not in the tree already: what a failed step wrote is unknown."""
-        receipt = _receipt(entry)
-        for pool, pages in zip(self.cache.pools, self._owned(entry), strict=True):
+        receipt, owned = _receipt(entry), self._owned(entry)
+        if entry.load is not None and entry.load.outstanding:
+            self._adrift.append(entry.load)
+            owned = [
+                [page for page in pages if page not in targets]
+                for pages, targets in zip(owned, map(set, entry.load.targets), strict=True)
+            ]
+        entry.load = None
+        for pool, pages in zip(self.cache.pools, owned, strict=True):
             pool.free(pages)
         self.cache.release(receipt)
         self._tenants.remove(entry)
@@ -197,7 +337,25 @@ class Memory:
             self._check_reads(entry)
             for pages, own in zip(held, self._owned(entry), strict=True):
                 pages += own
-        check_integrity(self.cache, held=held, receipts=[_receipt(entry) for entry in self._tenants])
+        for load in self._adrift:
+            for pages, targets in zip(held, load.targets, strict=True):
+                pages += targets
+        receipts = [_receipt(entry) for entry in self._tenants]
+        pins = [] if self.offload is None else list(self.offload.pins())
+        check_integrity(self.cache, held=held, receipts=receipts, pins=pins)
+        if self.offload is not None:
+            self.offload.check()
+
+    def snapshot_events(self) -> tuple[Event, ...]:
+        """Store events that rebuild what is resident, on the device and below it, from nothing."""
+        events = self.cache.snapshot_events()
+        return events if self.offload is None else (*events, *self.offload.snapshot_events())
+
+    def reset(self) -> None:
+        """Forget all prefixes, copies below the device as well; the memory must be idle."""
+        self.cache.reset()
+        if self.offload is not None:
+            self.offload.reset()
 
     def _check_reads(self, entry: Entry) -> None:
         """What a request reads and does not own is the tree's, and under its lock."""
@@ -207,11 +365,6 @@ class Memory:
             read = set(table[:1] if group == self._state else table[: receipt.pages])
             if not read <= {NULL_PAGE, *locked, *self._owned(entry)[group]}:
                 raise IntegrityError(f"request {entry.request.id!r} reads pages of group {group} that may be evicted")
-
-    def _state_fits(self, entry: Entry, *, spare: int) -> bool:
-        if self._state is None or entry.request.tables[self._state][1] != NULL_PAGE:
-            return True
-        return self._obtainable(self._state) > spare
 
     def _trim_passed_locks(self) -> None:
         """Unlock window pages of locks that the window has passed in part.
@@ -223,9 +376,6 @@ class Memory:
             keep = max(0, receipt.pages - entry.window_from)
             if self._window is not None and keep < receipt.extents[self._window]:
                 entry.receipt = self.cache.trim(receipt, self._window, keep=keep)
-
-    def _obtainable_pages(self) -> int:
-        return min(self._obtainable(group) for group in range(len(self.cache.pools)) if group != self._state)
 
     def _obtainable(self, group: int) -> int:
         component = self.cache.components[group]
@@ -241,7 +391,10 @@ class Memory:
         """For each group the pages that are the request's own."""
         owned = []
         for group, table in enumerate(entry.request.tables):
-            pages = [table[1], entry.kept_slot] if group == self._state else table[_receipt(entry).pages :]
+            if group == self._state:
+                pages = [table[1], entry.kept_slot]
+            else:
+                pages = table[entry.window_own_from if group == self._window else _receipt(entry).pages :]
             owned.append([page for page in pages if page != NULL_PAGE])
         return owned
 

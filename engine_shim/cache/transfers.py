@@ -1,0 +1,82 @@
+"""The nouns of copies below the device: where a page can lie, what moves one, and who carries that out.
+
+::
+
+    device (the pools that attention reads)  --save-->  host  --spill-->  disk
+                                             <--load--        <--fetch--
+
+The cache decides what moves and when a page may be used again; a *mover* carries bytes, off the step, and tells what
+has landed. Until then every page that a transfer reads or writes is kept for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class Place(StrEnum):
+    """Where a copy of a page lies. The values are the media of cache events."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+    DISK = "STORAGE"
+
+
+class WritePolicy(StrEnum):
+    """When pages are copied to the host: as soon as they are stored, when used a second time, or before eviction."""
+
+    THROUGH = "through"
+    SELECTIVE = "selective"
+    BACK = "back"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Pages of one group, from ``sources[i]`` to ``targets[i]``; ``names[i]`` is the block key of what is moved."""
+
+    group: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    names: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pages that move together. ``id`` is unique in the life of a rank and grows."""
+
+    id: int
+    source: Place
+    target: Place
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A transfer has ended, and neither reads nor writes any more. ``whole``: every page arrived as it was stored."""
+
+    id: int
+    whole: bool
+
+
+class LoadError(RuntimeError):
+    """A page that a step was about to read did not arrive; the step can be run again without it."""
+
+
+class Mover(Protocol):
+    """Carries transfers out. Called by the rank's thread alone; the work itself is done elsewhere.
+
+    Transfers between the same two places land in the order of their submission. ``overlaps``: a step may be launched
+    while its load is under way, since the runner waits at each layer for what that layer reads.
+    """
+
+    overlaps: bool
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin. All that the steps before have written to the sources is part of the copy."""
+        ...
+
+    def landed(self) -> list[Landing]:
+        """What has ended since the last call; does not wait."""
+        ...

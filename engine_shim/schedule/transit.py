@@ -1,0 +1,77 @@
+"""The nouns of what moves below the device: plan, saves, loads, and transfers under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine_shim.cache.copies import Copy
+from engine_shim.cache.radix import Receipt
+from engine_shim.cache.transfers import WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """The sizes of what lies below the device, in pages for each group with the null page counted, and when to write.
+
+    ``disk_pages`` is None without a disk. ``piece_pages`` move in one transfer at most.
+    """
+
+    host_pages: tuple[int, ...]
+    disk_pages: tuple[int, ...] | None = None
+    policy: WritePolicy = WritePolicy.THROUGH
+    piece_pages: int = 256
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A prefix of ``pages`` pages that a request starts behind, of which ``copies`` come from the host.
+
+    ``full_from`` is where the tree's own full pages end. ``copies[g]`` are those of the last pages of group g.
+    ``targets[g]`` are the request's pages that they go to, empty until the load has started. ``outstanding``: transfers
+    that have not landed. ``failed``: one of them did not arrive whole.
+    """
+
+    pages: int
+    full_from: int
+    copies: list[list[Copy]]
+    targets: list[list[int]] = field(default_factory=list)
+    outstanding: set[int] = field(default_factory=set)
+    failed: bool = False
+
+    @property
+    def started(self) -> bool:
+        """It has pages to write to."""
+        return bool(self.targets)
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """What is left to copy of a boundary: ``items`` are (group, index of the page on the path, device page)."""
+
+    namespace: str
+    tokens: tuple[int, ...]
+    hashes: list[int]
+    receipt: Receipt
+    items: deque[tuple[int, int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A transfer under way: what it reads and writes below the device, and whose it is."""
+
+    reads: list[Copy] = field(default_factory=list)
+    writes: list[Copy] = field(default_factory=list)
+    save: Save | None = None
+    load: Load | None = None
+
+
+@dataclass(slots=True)
+class OffloadCounters:
+    """Counts since the start: pages moved, in all groups, and transfers that did not arrive whole."""
+
+    saved_pages: int = 0
+    loaded_pages: int = 0
+    spilled_pages: int = 0
+    fetched_pages: int = 0
+    failed_transfers: int = 0
