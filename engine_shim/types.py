@@ -69,11 +69,25 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen and when a request ends. Stop *strings* are the server's matter."""
+    """How the next token is chosen and when a request ends. Stop *strings* are the server's matter.
+
+    Names and meanings are OpenAI's and vLLM's; each default changes nothing. ``top_k`` 0 keeps every token,
+    ``min_p`` drops those less likely than so much of the likeliest. Presence and frequency are counted over the
+    output, repetition over prompt and output. ``logit_bias`` is of pairs (token, bias). No stop token is sampled
+    before ``min_tokens``. ``logprobs``: tell each token's, and those of so many likeliest; None tells nothing.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
@@ -88,7 +102,26 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(slots=True, eq=False)
+class Constraint(Protocol):
+    """Which tokens may follow an output: a grammar at work, one for each request.
+
+    It follows the request by its output alone, so neither a preemption nor a draft that is rejected needs any care.
+    Only the rank's thread calls it.
+    """
+
+    def fitting(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of ``drafts`` may follow ``output``, one after the other."""
+        ...
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        """What may follow ``output``, and what each of the ``drafts`` that fit behind it.
+
+        One bit a token, the lowest of the first byte is token 0.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence from arrival to end. The scheduler alone mutates it after ``add``.
 
@@ -108,6 +141,7 @@ class Request:
     sampling: Sampling
     namespace: str = ""
     arrival_seconds: float = 0.0
+    constraint: Constraint | None = None
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -130,6 +164,7 @@ class Chunk:
     ``tables`` are the request's page tables, already long enough for ``start + count`` tokens and not
     changed until the batch is committed. ``samples``: the logits of the last position choose a token.
     ``draws`` is the number of tokens this request has sampled before: with the seed it names the random draw.
+    ``room``: so many draft tokens the runner may try behind the chunk; the tables are long enough for them too.
     """
 
     request: Request
@@ -138,6 +173,7 @@ class Chunk:
     tables: tuple[Sequence[int], ...]
     samples: bool
     draws: int
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +189,48 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Positions computed by this step."""
+        """Positions computed by this step, drafts aside."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of probabilities: a sampled token's own, and the likeliest ones, (token, logprob) each."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one chunk came to: the drafts that held, in order, and the token after them.
+
+    ``logprobs`` has an entry for each token, or none if nobody asked. Of ``drafted`` tried tokens all but the last of
+    ``tokens`` held.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    drafted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """What a committed step tells about one request: a new token, an end, or both."""
+    """What a committed step tells about one request: new tokens (with ``logprobs`` if asked), an end, or both."""
 
     request: Request
-    token: int | None
+    tokens: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Runner(Protocol):
     """Runs a batch: writes its keys and values into the pools, returns sampled tokens.
 
-    Pages are written only at positions of the batch's chunks; every other position of a table is
-    read only, and so is a state slot that is not the slot to write. Returns one token for each chunk with
-    ``samples``, in order. Synchronous; called from the rank's own thread.
+    Pages are written only at positions of the batch's chunks and of their ``room``; every other position of a table is
+    read only, and so is a state slot that is not the slot to write. What stands at drafts that did not hold is of
+    no use to anybody; a state slot is left as after the last draft that did. Returns what each chunk with
+    ``samples`` came to, in order. Synchronous; called from the rank's own thread.
     """
 
-    def run(self, batch: Batch) -> list[int]: ...
+    def run(self, batch: Batch) -> list[Sampled]: ...

@@ -18,12 +18,16 @@ there, and its sampled tokens are kept. Where a transfer keeps pages, nobody is 
 
 A request whose prefix is loaded from the host runs once the last piece of that is under way; until then it holds its
 pages and others run.
+
+A request that decodes may have up to ``draft_tokens`` drafts tried, which the runner proposes. They have what is left
+over of a step, and nobody is preempted for their pages. Only those that held ever become tokens of the request.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
@@ -32,7 +36,7 @@ from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats
 from engine_shim.schedule.transit import OffloadPlan
-from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request
+from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled
 from router.wire.kv_events import Event
 
 
@@ -52,6 +56,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         offload: OffloadPlan | None = None,
         mover: Mover | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         if layout.window is not None and layout.pages[layout.window.index] - 1 <= layout.window_pages():
             raise ValueError(
@@ -66,6 +71,7 @@ class Scheduler:
         self._memory = Memory(layout, self._events, plan=offload, mover=mover)
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
+        self._draft_tokens = draft_tokens
         self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
         self._context_tokens = min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1)
@@ -74,6 +80,7 @@ class Scheduler:
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []  # oldest first
         self._launched: Batch | None = None
+        self._draft_budget = 0
         self._outputs: list[Output] = []
         self._admissions = 0
         self._counters = Counters()
@@ -138,6 +145,8 @@ class Scheduler:
             raise RuntimeError("the batch before this one was not committed")
         self.poll()
         chunks: dict[Entry, Chunk] = {}
+        # Every running request has its token first, and of what is left drafts take no more than prefills.
+        self._draft_budget = (self._chunk_tokens - len(self._running)) // 2
         for entry in sorted(self._running, key=lambda entry: entry.remaining_tokens > 1):
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
@@ -152,18 +161,17 @@ class Scheduler:
         self._launched = Batch(tuple(chunks.values()), tuple(loads))
         return self._launched
 
-    def commit(self, batch: Batch, tokens: list[int]) -> list[Output]:
-        """Book what the runner did: one token for each chunk that samples, in order."""
+    def commit(self, batch: Batch, sampled: Sequence[Sampled]) -> list[Output]:
+        """Book what the runner did: something sampled for each chunk that samples, in order."""
         if batch is not self._launched:
             raise RuntimeError("this is not the launched batch")
-        if len(tokens) != sum(chunk.samples for chunk in batch.chunks):
-            raise ValueError(f"{len(tokens)} tokens do not fit the chunks that sample")
+        if len(sampled) != sum(chunk.samples for chunk in batch.chunks):
+            raise ValueError(f"{len(sampled)} results do not fit the chunks that sample")
         self._launched = None
         outputs: list[Output] = []
-        sampled = iter(tokens)
+        results = iter(sampled)
         for chunk in batch.chunks:
-            token = next(sampled) if chunk.samples else None
-            output = self._commit_chunk(chunk, token)
+            output = self._commit_chunk(chunk, next(results) if chunk.samples else None)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -182,7 +190,7 @@ class Scheduler:
             self._memory.drop(entry)
             self._running.remove(entry)
             chunk.request.finish = FinishReason.ABORT if entry.aborted else FinishReason.ERROR
-            outputs.append(Output(request=chunk.request, token=None, finish=chunk.request.finish))
+            outputs.append(Output(request=chunk.request, tokens=(), finish=chunk.request.finish))
         return outputs
 
     def rewind(self, batch: Batch) -> list[Output]:
@@ -282,7 +290,9 @@ class Scheduler:
 
     def _chunk(self, entry: Entry, count: int) -> Chunk:
         request = entry.request
-        self._memory.extend(entry, count)
+        room = self._room(entry, count)
+        self._draft_budget -= room
+        self._memory.extend(entry, count + room)
         return Chunk(
             request=request,
             start=request.computed_tokens,
@@ -290,34 +300,67 @@ class Scheduler:
             tables=request.tables,
             samples=count == entry.remaining_tokens,
             draws=len(request.tokens) - len(request.prompt),
+            room=room,
         )
 
-    def _commit_chunk(self, chunk: Chunk, token: int | None) -> Output | None:
+    def _room(self, entry: Entry, count: int) -> int:
+        """How many drafts may be tried behind the last known token, without harm to anybody."""
+        request = entry.request
+        known = len(request.tokens)
+        if entry.prefilling or count < entry.remaining_tokens:
+            return 0
+        unsampled = min(
+            request.sampling.max_tokens - (known - len(request.prompt)),
+            self._context_tokens - known,
+        )
+        room = min(self._draft_tokens, self._draft_budget, unsampled - 1)
+        if self._memory.aligns_chunks:
+            # Or a state that stands on a page boundary, where alone it can be kept, would be jumped over.
+            room = min(room, self._page - 1 - (known - 1) % self._page)
+        if room <= 0:
+            return 0
+        return max(0, self._memory.fit(entry, count + room, spare_pages=len(self._running)) - count)
+
+    def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> Output | None:
         request = chunk.request
         entry = self._entries[request.id]
         self._memory.landed(entry)
-        self._counters.computed_tokens += chunk.count
-        self._memory.computed(entry, chunk.count, at_prompt_end=entry.prefilling and chunk.samples)
+        tokens: tuple[int, ...] = ()
         if entry.aborted:
-            token, request.finish = None, FinishReason.ABORT
-        elif token is not None:
-            request.tokens.append(token)
-            request.finish = self._finish_reason(request, token)
+            request.finish = FinishReason.ABORT
+        elif sampled is not None:
+            tokens = self._take(request, sampled)
+        # All tokens but the last one have run through the layers as drafts.
+        computed = chunk.count + max(0, len(tokens) - 1)
+        self._counters.computed_tokens += computed
+        self._memory.computed(entry, computed, at_prompt_end=entry.prefilling and chunk.samples)
         if request.finish is not None:
             self._leave(entry)
             del self._entries[request.id]
         elif entry.pass_stop() or (entry.prefilling and chunk.samples):
             self._memory.store(entry)
             entry.prefilling = not chunk.samples
-        if token is None and request.finish is None:
+        if not tokens and request.finish is None:
             return None
-        return Output(request=request, token=token, finish=request.finish)
+        logprobs = sampled.logprobs[: len(tokens)] if sampled is not None else ()
+        return Output(request=request, tokens=tokens, finish=request.finish, logprobs=logprobs)
+
+    def _take(self, request: Request, sampled: Sampled) -> tuple[int, ...]:
+        """Append what was sampled, up to the token that ends the request; what lies behind that never was."""
+        self._counters.count_drafts(sampled)
+        for taken, token in enumerate(sampled.tokens, start=1):
+            request.tokens.append(token)
+            request.finish = self._finish_reason(request, token)
+            if request.finish is not None:
+                return sampled.tokens[:taken]
+        return sampled.tokens
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.sampling
+        output_tokens = len(request.tokens) - len(request.prompt)
         if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
-        if len(request.tokens) - len(request.prompt) >= sampling.max_tokens:
+        if output_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
         if len(request.tokens) >= self._context_tokens:
             return FinishReason.LENGTH
@@ -342,7 +385,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
-        self._outputs.append(Output(request=request, token=None, finish=reason))
+        self._outputs.append(Output(request=request, tokens=(), finish=reason))
 
     def _count_admission(self, entry: Entry) -> None:
         if entry.admitted:
@@ -384,6 +427,9 @@ class Scheduler:
             cached_tokens=self._counters.cached_tokens,
             computed_tokens=self._counters.computed_tokens,
             preemptions=self._counters.preemptions,
+            drafts=self._counters.drafts,
+            drafted_tokens=self._counters.drafted_tokens,
+            accepted_tokens=tuple(self._counters.accepted_tokens),
         )
 
     @property
@@ -397,4 +443,4 @@ class Scheduler:
 
 
 def _total(chunks: dict[Entry, Chunk]) -> int:
-    return sum(chunk.count for chunk in chunks.values())
+    return sum(chunk.count + chunk.room for chunk in chunks.values())
