@@ -8,14 +8,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from loadtest.simulate.comparators import POLICIES
 from loadtest.simulate.engine import FULL_SPEED_RATE
+from loadtest.simulate.grid import Grid, Plan
 from loadtest.simulate.measure import PolicyResult
-from loadtest.simulate.report import Cell, markdown
-from loadtest.simulate.run import simulate
+from loadtest.simulate.report import Cell, cell_name, markdown
 from loadtest.simulate.scenario import Scenario
 from loadtest.simulate.speed import slowdown_for
 from loadtest.simulate.workload import Recording, load_recording
@@ -33,9 +34,11 @@ examples:
   homing simulate --trace sessions.jsonl.gz --lanes 64,256 --pool-tokens 1e6,2e6,4e6 --utilisation .4,.65,.85 \\
       --seed 1,2,3 --policies affinity,sticky,llmd
       every cell of the grid, a table with the mean over the seeds
+  the same with --policies all --results FOLDER
+      keeps every run: once interrupted it goes on where it was, and may be started several times to use more cores
   homing simulate --trace mooncake.jsonl.gz --speed-up 2.5 --pool-tokens 500000 --policies affinity,mooncake
 
-exit status: 0 done; 1 the trace cannot be read; 2 bad usage.
+exit status: 0 done; 1 the trace cannot be read, or the folder not be used; 2 bad usage.
 """
 
 T = TypeVar("T")
@@ -45,20 +48,29 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; the exit status is described in its help."""
     parser = build_parser()
     options = parser.parse_args(list(argv))
-    unknown = [name for name in options.policies if name not in POLICIES]
+    policies = list(POLICIES) if options.policies == ["all"] else options.policies
+    unknown = [name for name in policies if name not in POLICIES]
     if unknown:
         parser.error(f"argument --policies: no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
     try:
         recording = load_recording(options.trace)
-    except TraceError as error:
+        if options.results is not None:
+            options.results.mkdir(parents=True, exist_ok=True)
+    except (TraceError, OSError) as error:
         print(f"homing simulate: {error}", file=sys.stderr)
         return 1
-    cells = [
-        _run(recording, options, lanes=lanes, pool_tokens=pool_tokens, utilisation=utilisation, seed=seed)
-        for lanes, pool_tokens, utilisation, seed in itertools.product(
-            [0] if recording.arrivals else options.lanes, options.pool_tokens, options.utilisation, options.seed
-        )
-    ]
+    plans = _plans(recording, options)
+
+    def progress(number: int, result: PolicyResult, done: int) -> None:
+        plan = plans[number]
+        name = f"{cell_name(plan.scenario, plan.utilisation)} seed {plan.scenario.seed} {result.policy}"
+        if not options.quiet:
+            print(
+                f"{done} of {len(plans) * len(policies)}: {name}: {result.turns_per_second:.3f} turns/s",
+                file=sys.stderr,
+            )
+
+    cells = Grid(recording, plans, policies, trace=options.trace, folder=options.results).run(progress)
     if options.json:
         print(json.dumps([_row(cell, result) for cell in cells for result in cell.results], indent=1))
     else:
@@ -66,18 +78,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(
-    recording: Recording,
-    options: argparse.Namespace,
-    *,
-    lanes: int,
-    pool_tokens: int,
-    utilisation: float | None,
-    seed: int,
-) -> Cell:
-    slowdown = 1.0
-    if utilisation is not None:
-        slowdown = slowdown_for(
+def _plans(recording: Recording, options: argparse.Namespace) -> list[Plan]:
+    """Every combination; seeds of one cell follow each other."""
+
+    @cache
+    def slowdown(lanes: int, utilisation: float, seed: int) -> float:
+        return slowdown_for(
             recording,
             utilisation=utilisation,
             ranks=options.ranks,
@@ -86,26 +92,29 @@ def _run(
             speed_up=options.speed_up,
             seconds=options.window_seconds,
         )
-    scenario = Scenario(
-        ranks=options.ranks,
-        lanes=lanes,
-        pool_tokens=pool_tokens,
-        slowdown=slowdown,
-        seed=seed,
-        warm_up_seconds=options.warm_up_seconds,
-        window_seconds=options.window_seconds,
-        event_lag_seconds=options.event_lag_seconds,
-        host_ratio=options.host_ratio,
-        slow_rank_factor=options.slow_rank,
-        fail_at_seconds=options.fail_at,
-        speed_up=options.speed_up,
-    )
-    results: list[PolicyResult] = []
-    for policy in options.policies:
-        results.append(simulate(recording, scenario, policy))
-        if not options.quiet:
-            print(f"{policy}: {results[-1].turns_per_second:.3f} turns/s", file=sys.stderr)
-    return Cell(scenario, utilisation, tuple(results))
+
+    return [
+        Plan(
+            Scenario(
+                ranks=options.ranks,
+                lanes=lanes,
+                pool_tokens=pool_tokens,
+                slowdown=1.0 if utilisation is None else slowdown(lanes, utilisation, seed),
+                seed=seed,
+                warm_up_seconds=options.warm_up_seconds,
+                window_seconds=options.window_seconds,
+                event_lag_seconds=options.event_lag_seconds,
+                host_ratio=options.host_ratio,
+                slow_rank_factor=options.slow_rank,
+                fail_at_seconds=options.fail_at,
+                speed_up=options.speed_up,
+            ),
+            utilisation,
+        )
+        for lanes, pool_tokens, utilisation, seed in itertools.product(
+            [0] if recording.arrivals else options.lanes, options.pool_tokens, options.utilisation, options.seed
+        )
+    ]
 
 
 def _row(cell: Cell, result: PolicyResult) -> dict[str, object]:
@@ -151,6 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=_several(int), default=[1], metavar="LIST", help="(default 1)")
     add("--json", action="store_true", help="print a list with one object for each policy and cell")
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="keep each run's result there, and run only what is not there yet",
+    )
     add("--quiet", action="store_true", help="no progress on standard error")
     group = parser.add_argument_group("scenario")
     add = group.add_argument
@@ -170,7 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _policies() -> str:
-    return f"of {', '.join(POLICIES)} (default affinity,sticky,round_robin)"
+    return f"of {', '.join(POLICIES)}; or all (default affinity,sticky,round_robin)"
 
 
 def _several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:

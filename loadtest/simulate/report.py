@@ -47,14 +47,14 @@ def markdown(cells: Sequence[Cell]) -> str:
         "| lanes/pool/use | policy | " + " | ".join(name for name, _, _ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
-    for name, group in itertools.groupby(cells, key=_name):
+    for name, group in itertools.groupby(cells, key=lambda cell: cell_name(cell.scenario, cell.utilisation)):
         for results in zip(*(cell.results for cell in group), strict=True):
             figures = [format(statistics.fmean(map(value, results)), form) for _, value, form in _COLUMNS]
             lines.append(f"| {name} | {results[0].policy} | " + " | ".join(figures) + " |")
     return "\n".join(lines)
 
 
-def _name(cell: Cell) -> str:
-    use = "full speed" if cell.utilisation is None else f"{100 * cell.utilisation:.0f}"
-    lanes = cell.scenario.lanes or "open loop"
-    return f"{lanes}/{cell.scenario.pool_tokens / 1e6:g}M/{use}"
+def cell_name(scenario: Scenario, utilisation: float | None) -> str:
+    """Lanes, pool of each rank, and utilisation in percent."""
+    use = "full speed" if utilisation is None else f"{100 * utilisation:.0f}"
+    return f"{scenario.lanes or 'open loop'}/{scenario.pool_tokens / 1e6:g}M/{use}"
