@@ -15,23 +15,35 @@ import msgspec
 from engine_shim.types import Sampling
 
 _S = TypeVar("_S", bound=msgspec.Struct)
+_V = TypeVar("_V")
 Message = dict[str, object]
 #: vLLM's bound: dividing logits by less than this leaves only the likeliest token anyway.
 _GREEDY_BELOW = 1e-5
+#: vLLM's bound on likeliest tokens told, OpenAI's on choices and on biases.
+_MAX_LOGPROBS = 20
+_MAX_CHOICES = 128
+_MAX_BIAS = 100.0
+_Neutral = Mapping[str, tuple[object, ...]]
 #: What the engine cannot do, and the values that do not ask for it; absent and null are fine everywhere.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+_NEVER: _Neutral = {"best_of": (1,), "echo": (False,), "prompt_logprobs": (False, 0)}
+#: What needs logits, which a timing model has not.
+_WITH_LOGITS: _Neutral = {
     "logprobs": (False, 0),
     "top_logprobs": (0,),
-    "prompt_logprobs": (False, 0),
     "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
+    "min_tokens": (0,),
     "logit_bias": ({},),
 }
 
@@ -64,7 +76,41 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class _Generation(msgspec.Struct, kw_only=True, frozen=True):
+class HandoverFields(msgspec.Struct, kw_only=True, frozen=True):
+    """What tells a rank that another one has a part in the request: SGLang's fields and vLLM's."""
+
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
+    disagg_prefill_dp_rank: int | None = None
+    kv_transfer_params: dict[str, object] | None = None
+
+    def rooms(self, prompts: int) -> list[int]:
+        """A room for each prompt; one number counts up. Raises ``ApiError``."""
+        room = self.bootstrap_room
+        found = list(range(room, room + prompts)) if isinstance(room, int) else list(room or ())
+        return self._one_each(found, prompts, param="bootstrap_room")
+
+    def hosts(self, prompts: int) -> list[str]:
+        """The prefill host of each prompt. Raises ``ApiError``."""
+        host = self.bootstrap_host
+        found = [host] * prompts if isinstance(host, str) else list(host or ())
+        return self._one_each(found, prompts, param="bootstrap_host")
+
+    def ports(self, prompts: int) -> list[int]:
+        """The bootstrap port of each prompt. Raises ``ApiError``."""
+        port = self.bootstrap_port
+        found = [each for each in ([port] * prompts if isinstance(port, int) else port or ()) if each is not None]
+        return self._one_each(found, prompts, param="bootstrap_port")
+
+    @staticmethod
+    def _one_each(found: list[_V], prompts: int, *, param: str) -> list[_V]:
+        if len(found) != prompts:
+            raise ApiError(f"{param} must be one, or one for each of the {prompts} prompts", param=param)
+        return found
+
+
+class _Generation(HandoverFields, kw_only=True, frozen=True):
     """What chat and text completions have in common. ``None`` stands for an absent field and for null."""
 
     model: str | None = None
@@ -79,16 +125,23 @@ class _Generation(msgspec.Struct, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     n: int | None = None
     best_of: object = None
-    logprobs: object = None
-    top_logprobs: object = None
+    logprobs: bool | int | None = None
     prompt_logprobs: object = None
     response_format: object = None
-    presence_penalty: object = None
-    frequency_penalty: object = None
-    repetition_penalty: object = None
-    top_k: object = None
-    min_p: object = None
-    logit_bias: object = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    regex: object = None
+    ebnf: object = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     routed_dp_rank: int | None = None
     return_token_ids: bool | None = None
@@ -106,30 +159,56 @@ class _Generation(msgspec.Struct, kw_only=True, frozen=True):
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def require_supported(self) -> None:
-        """Raise ``ApiError`` for the first field that asks for what this engine cannot do."""
-        for name, neutral in _NEUTRAL.items():
+    @property
+    def choices(self) -> int:
+        """How many answers to each prompt. Raises ``ApiError``."""
+        return int(_within("n", self.n, 1, low=1, high=_MAX_CHOICES))
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """Logprobs of how many likeliest tokens are told beside each token's own; None: none at all."""
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return int(_within("logprobs", self.logprobs, 0, high=_MAX_LOGPROBS))
+
+    def require_supported(self, *, has_logits: bool) -> None:
+        """Raise ``ApiError`` for the first field that asks for what this engine, with its runner, cannot do."""
+        for name, neutral in (_NEVER if has_logits else {**_NEVER, **_WITH_LOGITS}).items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                told = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
-                raise ApiError(f"{name} is not supported by this engine: leave it out or send {told}", param=name)
+                told = " or ".join(["leave it out", *(f"send {msgspec.json.encode(each).decode()}" for each in neutral)])
+                raise ApiError(f"{name} is not supported by this engine: {told}", param=name)
 
-    def sampling(self, *, max_tokens: int) -> Sampling:
-        """How to choose tokens; unnamed fields have OpenAI's defaults. Raises ``ApiError``."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = 1.0 if self.top_p is None else self.top_p
-        if not 0 <= temperature <= 100:
-            raise ApiError(f"temperature must be in [0, 100], got {temperature}", param="temperature")
-        if not 0 < top_p <= 1:
-            raise ApiError(f"top_p must be in (0, 1], got {top_p}", param="top_p")
+    def sampling(self, *, max_tokens: int, vocab_tokens: int, choice: int = 0) -> Sampling:
+        """How to choose the tokens of the n-th answer; unnamed fields have OpenAI's defaults. Raises ``ApiError``."""
+        temperature = _within("temperature", self.temperature, 1.0, high=100)
+        top_p = _within("top_p", self.top_p, 1.0, high=1)
+        repetition_penalty = _within("repetition_penalty", self.repetition_penalty, 1.0, high=100)
+        for name, value in (("top_p", top_p), ("repetition_penalty", repetition_penalty)):
+            if value == 0:
+                raise ApiError(f"{name} must be above 0", param=name)
         return Sampling(
             max_tokens=max_tokens,
             temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_p=top_p,
-            seed=self.seed,
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            top_k=max(0, int(_within("top_k", self.top_k, 0, low=-1, high=1 << 31))),
+            min_p=_within("min_p", self.min_p, 0.0, high=1),
+            presence_penalty=_within("presence_penalty", self.presence_penalty, 0.0, low=-2, high=2),
+            frequency_penalty=_within("frequency_penalty", self.frequency_penalty, 0.0, low=-2, high=2),
+            repetition_penalty=repetition_penalty,
+            logit_bias=_biases(self.logit_bias or {}, vocab_tokens=vocab_tokens),
+            min_tokens=int(_within("min_tokens", self.min_tokens, 0, high=max_tokens)),
+            logprobs=self.told_logprobs,
+            seed=None if self.seed is None else self.seed + choice,
+            stop_token_ids=self._stop_ids(vocab_tokens),
             ignore_eos=bool(self.ignore_eos),
         )
+
+    def _stop_ids(self, vocab_tokens: int) -> frozenset[int]:
+        ids = frozenset(self.stop_token_ids or ())
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_tokens):
+            raise ApiError(f"token ids must be in [0, {vocab_tokens})", param="stop_token_ids")
+        return ids
 
 
 class ChatRequest(_Generation, kw_only=True, frozen=True):
@@ -138,8 +217,19 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     tools: list[Message] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """Here a flag, and a number beside it."""
+        likeliest = int(_within("top_logprobs", self.top_logprobs, 0, high=_MAX_LOGPROBS))
+        if likeliest and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return likeliest if self.logprobs else None
 
 
 class CompletionRequest(_Generation, kw_only=True, frozen=True):
@@ -192,6 +282,24 @@ def prompts(raw: object) -> list[str | list[int]]:
         if all(isinstance(item, str) or (isinstance(item, list) and _is_token_ids(item)) for item in raw):
             return raw
     raise ApiError("prompt must be a string, strings, token ids or lists of token ids", param="prompt")
+
+
+def _within(name: str, value: float | None, default: float, *, low: float = 0, high: float) -> float:
+    """A number in [low, high], or the default. Raises ``ApiError``."""
+    number = default if value is None else value
+    if not low <= number <= high:
+        raise ApiError(f"{name} must be in [{low}, {high}], got {number}", param=name)
+    return number
+
+
+def _biases(raw: Mapping[str, float], *, vocab_tokens: int) -> tuple[tuple[int, float], ...]:
+    """Token ids, which JSON makes texts, with their biases. Raises ``ApiError``."""
+    biases = []
+    for key, bias in raw.items():
+        if not (key.isdecimal() and int(key) < vocab_tokens):
+            raise ApiError(f"logit_bias: {key!r} is no token id in [0, {vocab_tokens})", param="logit_bias")
+        biases.append((int(key), max(-_MAX_BIAS, min(_MAX_BIAS, bias))))
+    return tuple(biases)
 
 
 def _is_token_ids(items: Sequence[object]) -> bool:

@@ -30,8 +30,11 @@ from engine_shim.model.tokenizer import ModelCard, read_card
 from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.server import ServedModel, create_app
-from engine_shim.settings import Device, Dtype, RunnerKind, ShimSettings
+from engine_shim.server import Handing, ServedModel, create_app
+from engine_shim.settings import Device, Dtype, Role, RunnerKind, ShimSettings
+from engine_shim.transfer.legs import RankPages, Transfer
+from engine_shim.transfer.link import Offers
+from engine_shim.transfer.parcel import NoContents
 from engine_shim.types import CacheLayout, Runner
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ class Shim:
     door: socket.socket
     model: ServedModel
     engines: tuple[Engine, ...]
+    handing: Handing | None = None
 
     @property
     def address(self) -> str:
@@ -69,6 +73,10 @@ class Shim:
         if endpoints:
             line += " events=" + ",".join(str(each.port) for each in endpoints)
             line += " replay=" + ",".join(str(each.replay_port) for each in endpoints)
+        if self.handing is not None:
+            line += f" role={self.handing.role}"
+            if self.handing.transfer.port:
+                line += f" bootstrap={self.handing.transfer.port}"
         return line
 
 
@@ -81,6 +89,9 @@ def build(settings: ShimSettings) -> Shim:
     with ExitStack() as undo:
         door = undo.enter_context(_open_door(settings.host, settings.port))
         publishers = _open_publishers(settings, undo)
+        bootstrap = None
+        if settings.role is Role.PREFILL:
+            bootstrap = undo.enter_context(_open_door(settings.host, settings.bootstrap_port))
         card = read_card(settings.model)
         layout = layout_for(
             card.config,
@@ -94,24 +105,36 @@ def build(settings: ShimSettings) -> Shim:
             raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
         schedulers = [_scheduler(settings, card, layout, limit) for _ in publishers]
         new_runner = _runners(settings, card, layout)
+        runners = [new_runner() for _ in schedulers]
+        watched = [
+            _shadowed(settings, runner, layout, scheduler)
+            for runner, scheduler in zip(runners, schedulers, strict=True)
+        ]
         engines = tuple(
             Engine(
                 rank,
                 scheduler,
-                runner=_shadowed(settings, new_runner(), layout, scheduler),
+                runner=runner,
                 layout=layout,
                 publisher=publisher,
                 clock=time.perf_counter,
             )
-            for rank, (scheduler, publisher) in enumerate(zip(schedulers, publishers, strict=True))
+            for rank, (scheduler, runner, publisher) in enumerate(zip(schedulers, watched, publishers, strict=True))
         )
+        pages = [_pages(runner, watcher) for runner, watcher in zip(runners, watched, strict=True)]
         undo.pop_all()
-    return Shim(settings, door, _served(settings, card, schedulers[0].context_tokens), engines)
+    return Shim(
+        settings,
+        door,
+        _served(settings, card, schedulers[0].context_tokens),
+        engines,
+        _handing(settings, card, pages, bootstrap) if settings.role is not Role.UNIFIED else None,
+    )
 
 
 def run(shim: Shim) -> None:
     """Serve until SIGTERM or SIGINT; say on stdout when requests are taken."""
-    app = create_app(shim.model, shim.engines, max_body_bytes=shim.settings.max_body_bytes)
+    app = create_app(shim.model, shim.engines, max_body_bytes=shim.settings.max_body_bytes, handing=shim.handing)
     grace_seconds = shim.settings.shutdown_seconds
     config = uvicorn.Config(
         app,
@@ -237,6 +260,35 @@ def _shadowed(settings: ShimSettings, runner: Runner, layout: CacheLayout, sched
         return runner
     return ShadowRunner(
         runner, layout, generations=scheduler.generations, every_steps=settings.shadow_steps, sample=True
+    )
+
+
+def _pages(runner: Runner, watcher: Runner) -> RankPages:
+    """How pages go in and out of a rank, past its runner but not past the shadow."""
+    noted = watcher.received if isinstance(watcher, ShadowRunner) else None
+    if isinstance(runner, SimRunner):
+        return RankPages(NoContents(), noted)
+    from engine_shim.runner.torch_runner import TorchRunner
+    from engine_shim.transfer.torch_pages import TorchPages
+
+    assert isinstance(runner, TorchRunner)
+    return RankPages(TorchPages(runner), noted)
+
+
+def _handing(
+    settings: ShimSettings, card: ModelCard, pages: Sequence[RankPages], bootstrap: socket.socket | None
+) -> Handing:
+    return Handing(
+        settings.role,
+        Transfer(
+            model=settings.served_model_name or card.name,
+            pages=pages,
+            seconds=settings.handover_seconds,
+            tokens_per_second=settings.transfer_rate,
+            port=bootstrap.getsockname()[1] if bootstrap is not None else 0,
+            offers=Offers(seconds=settings.handover_seconds) if bootstrap is not None else None,
+        ),
+        bootstrap,
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import structlog
 
 from engine_shim.cache.integrity import IntegrityError
+from engine_shim.cache.radix import RadixCache
 from engine_shim.events import EventPublisher
 from engine_shim.metrics import Latencies
 from engine_shim.schedule.scheduler import Scheduler
@@ -201,6 +202,10 @@ class Engine:
         answer.add_done_callback(self._calls.discard)
         self._commands.put(functools.partial(self._answer, work, answer))
         return await answer
+
+    async def with_cache(self, work: Callable[[RadixCache], _T]) -> _T:
+        """``call`` with the prefix cache: what changes in it is published. Raises ``EngineStopped``."""
+        return await self.call(functools.partial(work, self._scheduler.cache))
 
     async def reset_cache(self) -> bool:
         """Empty the prefix cache and publish that at once; False while requests hold pages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -15,6 +15,7 @@ from engine_shim.answers import DONE, Piece, Shape, Usage, join, sse
 from engine_shim.api import ApiError
 from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
 from engine_shim.text import TextStream
+from engine_shim.transfer.legs import Leg
 from engine_shim.types import FinishReason, Request
 from router.wire.headers import SERVED_DP_RANK
 
@@ -30,9 +31,18 @@ class Generation:
     """The requests of one HTTP request, one per prompt, on one rank."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], *, tokenizer: Tokenizer, stops: Sequence[str]
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        *,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        leg: Leg | None = None,
     ) -> None:
+        """``leg``: what is to be done with another shim."""
         self.engine = engine
+        self._leg = leg
+        self._handing: asyncio.Future[None] | None = None
         self.requests = tuple(requests)
         self._texts = [
             TextStream(tokenizer, stops=stops, stop_token_ids=request.sampling.stop_token_ids) for request in requests
@@ -46,6 +56,8 @@ class Generation:
 
         Raises ``ApiError`` when the rank gives up, ``ClientGone`` after ``close``.
         """
+        if self._leg is not None:
+            await self._hand(self._leg.before(self.engine, self.requests))
         try:
             for index, request in enumerate(self.requests):
                 self.engine.submit(request, mailbox=self._mailbox, index=index)
@@ -56,6 +68,8 @@ class Generation:
             if not deltas:
                 raise ClientGone
             pieces = [self._piece(delta) for delta in deltas if delta.index in self._running]
+            if self._leg is not None and not self._running:
+                await self._hand(self._leg.after(self.engine, self.requests))
             if pieces:
                 yield pieces
 
@@ -64,13 +78,36 @@ class Generation:
         """Token counts so far."""
         return Usage(
             prompt_tokens=sum(len(request.prompt) for request in self.requests),
-            cached_tokens=sum(request.cached_tokens for request in self.requests),
+            cached_tokens=self._cached_tokens(),
             completion_tokens=self._completion_tokens,
         )
+
+    def _cached_tokens(self) -> int:
+        told = None if self._leg is None else self._leg.cached_tokens
+        return sum(request.cached_tokens for request in self.requests) if told is None else told
+
+    @property
+    def fields(self) -> Mapping[str, object]:
+        """What a whole answer says beside its choices."""
+        return {} if self._leg is None else self._leg.fields()
+
+    async def _hand(self, work: Coroutine[None, None, None]) -> None:
+        """Exchange something with another shim, as long as there is somebody to answer."""
+        self._handing = asyncio.ensure_future(work)
+        try:
+            await self._handing
+        except asyncio.CancelledError as error:
+            raise ClientGone from error
+        except EngineStopped as error:
+            raise _unavailable(str(error)) from error
 
     def close(self) -> None:
         """Stop reading; what still runs is aborted within one step."""
         self._mailbox.close()
+        if self._handing is not None:
+            self._handing.cancel()
+        if self._leg is not None:
+            self._leg.close()
         for index in self._running:
             self.engine.abort(self.requests[index].id)
         self._running.clear()
@@ -126,7 +163,7 @@ class GenerationResponse(Response):
             await self._send_json(send, error.status, error.body())
             return
         body = self._shape.whole([join(pieces) for pieces in told], self._generation.usage)
-        await self._send_json(send, 200, body)
+        await self._send_json(send, 200, {**body, **self._generation.fields})
 
     async def _send_stream(self, send: Send) -> None:
         begun: set[int] = set()

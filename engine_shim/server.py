@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from engine_shim.engine import Engine, EngineStopped
 from engine_shim.events import BUFFER_BATCHES, HIGH_WATER_MARK, TOPIC
 from engine_shim.generate import Generation, GenerationResponse
 from engine_shim.metrics import ShimCollector
+from engine_shim.settings import Role
+from engine_shim.transfer.legs import Transfer
 from router.wire.kv_events import encode_snapshot
 
 _S = TypeVar("_S", bound=msgspec.Struct)
@@ -72,23 +75,39 @@ class Ranks:
         return min(working, key=lambda engine: engine.load)
 
 
-def create_app(model: ServedModel, engines: Sequence[Engine], *, max_body_bytes: int) -> FastAPI:
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """A shim with a role: what it exchanges pages with, and the door where a prefill shim's are fetched."""
+
+    role: Role
+    transfer: Transfer
+    door: socket.socket | None = None
+
+
+def create_app(
+    model: ServedModel, engines: Sequence[Engine], *, max_body_bytes: int, handing: Handing | None = None
+) -> FastAPI:
     """The application. Its lifespan starts the engines in the running loop and ends them."""
+    offers = handing.transfer.offers if handing is not None else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         for engine in engines:
             engine.start(loop)
+        if offers is not None and handing is not None and handing.door is not None:
+            await offers.listen(handing.door)
         try:
             yield
         finally:
+            if offers is not None:
+                offers.close()
             for engine in engines:
                 engine.stop()
             for engine in engines:
                 await asyncio.to_thread(engine.join)
 
-    return _application(ShimApi(model, Ranks(engines), max_body_bytes=max_body_bytes), lifespan)
+    return _application(ShimApi(model, Ranks(engines), max_body_bytes=max_body_bytes, handing=handing), lifespan)
 
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -112,6 +131,7 @@ def _application(shim: ShimApi, lifespan: Lifespan) -> FastAPI:
         "/version": shim.version,
         "/tokenizer_info": shim.tokenizer_info,
         "/tokenizer.json": shim.tokenizer_json,
+        "/server_info": shim.server_info,
         "/kv_event_sources": shim.kv_event_sources,
         "/kv_snapshot": shim.kv_snapshot,
     }
@@ -129,8 +149,11 @@ def _application(shim: ShimApi, lifespan: Lifespan) -> FastAPI:
 class ShimApi:
     """The handlers, one method per path."""
 
-    def __init__(self, model: ServedModel, ranks: Ranks, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, model: ServedModel, ranks: Ranks, *, max_body_bytes: int, handing: Handing | None = None
+    ) -> None:
         self.model = model
+        self._handing = handing
         self._ranks = ranks
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -173,10 +196,15 @@ class ShimApi:
     ) -> Response:
         self._check_model(asked.model)
         wanted = api.wanted_rank(request.headers, asked.routed_dp_rank, ranks=len(self._ranks.engines))
+        leg = None
+        if self._handing is not None:
+            leg = self._handing.transfer.leg(asked, prompts=len(prompts), host=_own_host(request))
+            if leg is not None and self._handing.role is Role.PREFILL:
+                max_tokens = 1
         requests = [self._request(asked, ids, max_tokens) for ids in prompts]
         stops = asked.stops
         engine = self._ranks.choose(wanted)
-        generation = Generation(engine, requests, tokenizer=self.model.tokenizer, stops=stops)
+        generation = Generation(engine, requests, tokenizer=self.model.tokenizer, stops=stops, leg=leg)
         prefix = "chatcmpl" if shape is ChatShape else "cmpl"
         worded = shape(
             id=f"{prefix}-{request.headers.get('x-request-id') or uuid.uuid4().hex}",
@@ -298,6 +326,15 @@ class ShimApi:
         """``GET /metrics``: Prometheus text."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def server_info(self, _: Request) -> Response:
+        """``GET /server_info``: what SGLang tells there of its role, and where its prompts are fetched."""
+        handing = self._handing
+        role = None if handing is None else handing.role
+        told: dict[str, object] = {"version": self.model.version, "disaggregation_mode": role or "null"}
+        if handing is not None and handing.transfer.port:
+            told["disaggregation_bootstrap_port"] = handing.transfer.port
+        return _json(told)
+
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
         return _json({"version": self.model.version})
@@ -352,6 +389,12 @@ class ShimApi:
         if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_tokens):
             raise ApiError(f"token ids must be in [0, {self.model.vocab_tokens})", param=param)
         return ids
+
+
+def _own_host(request: Request) -> str:
+    """This shim's address as the request reached it."""
+    host, _ = request.scope.get("server") or ("127.0.0.1", 0)
+    return str(host)
 
 
 def _source(engine: Engine) -> dict[str, object]:

@@ -6,6 +6,7 @@ variable with that prefix or a bad value refuses to start and names the key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
@@ -15,6 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 ENV_PREFIX = "HOMING_SHIM__"
 _Port = Annotated[int, Field(ge=0, le=65_535)]
 _Positive = Annotated[int, Field(ge=1)]
+
+
+class Role(StrEnum):
+    """Which part of a request's work a shim does."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class RunnerKind(StrEnum):
@@ -67,6 +76,17 @@ class ShimSettings(BaseModel):
         None, description="Weights and cache. Default: float32 on CPU and for needle, bfloat16 elsewhere."
     )
     threads: _Positive = Field(1, description="CPU threads of torch.")
+    role: Role = Field(
+        Role.UNIFIED,
+        description="prefill: compute prompts, which decode shims fetch. Both take SGLang's fields and vLLM's.",
+    )
+    bootstrap_port: _Port = Field(8998, description="prefill: port where decode shims fetch prompts.")
+    handover_seconds: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="prefill and decode: how long one waits for the other."
+    )
+    transfer_rate: Annotated[float, Field(gt=0)] = Field(
+        math.inf, description="decode: tokens fetched per second, in modelled time; inf for as fast as it goes."
+    )
     runner: RunnerKind = Field(
         RunnerKind.TORCH, description="sim: a timing model in place of the forward pass; needs no torch."
     )

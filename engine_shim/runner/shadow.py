@@ -10,13 +10,13 @@ Idea: SGLang's ``kv_canary``.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from engine_shim.cache.integrity import IntegrityError
-from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner, Sampled
+from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner, Sampled
 from router.wire.block_keys import namespace_seed
 
 Integers = npt.NDArray[np.int64]
@@ -37,19 +37,23 @@ def chain(previous: int, token: int) -> int:
     return (mixed ^ mixed >> 31) >> 1
 
 
-class _Slots:
+class Slots:
     """What the slots of one group hold: token, position, the chain up to it, and the page's generation when written."""
 
     def __init__(self, slots: int) -> None:
         self.tokens, self.positions, self.chains, self.generations = np.full((4, slots), _UNWRITTEN, dtype=np.int64)
+
+    def rows(self) -> tuple[Integers, ...]:
+        """What belongs to the content, whichever page it is on."""
+        return self.tokens, self.positions, self.chains
 
 
 class ShadowRunner:
     """A runner around another one. ``generations[group][page]`` counts how often the pool has taken a page back.
 
     Of every ``every_steps``-th step it checks each chunk, before and after the forward pass; with ``sample``, for
-    service, one chunk in turn, and of long contexts ``SAMPLE_TOKENS`` in turn. Raises ``ShadowError``; what the inner
-    runner raises passes through.
+    service, one chunk in turn, and of long contexts ``SAMPLE_TOKENS`` in turn. ``guards`` see every batch before it
+    runs. Raises ``ShadowError``; what the inner runner raises passes through.
     """
 
     def __init__(
@@ -68,8 +72,9 @@ class ShadowRunner:
         self._sample = sample
         self._steps = 0
         self.checked_chunks = 0
-        self._slots = [
-            _Slots(pages * (1 if group.kind is GroupKind.STATE else layout.page_tokens))
+        self.guards: list[Callable[[Batch], None]] = []
+        self.slots = [
+            Slots(pages * (1 if group.kind is GroupKind.STATE else layout.page_tokens))
             for group, pages in zip(layout.groups, layout.pages, strict=True)
         ]
 
@@ -79,6 +84,8 @@ class ShadowRunner:
         Where drafts did not hold nothing counts as written.
         """
         self._steps += 1
+        for guard in self.guards:
+            guard(batch)
         checked = self._chosen(batch)
         for chunk in checked:
             self._check(chunk, chunk.request.tokens[: chunk.start])
@@ -95,6 +102,25 @@ class ShadowRunner:
                 self._check(chunk, [*chunk.request.tokens[: chunk.start + chunk.count], *drafts])
         return results
 
+    def received(self, namespace: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        """Book pages that another rank computed: ``tables`` as the cache has them for these tokens, whole pages."""
+        value, chains = namespace_seed(namespace) >> 1, []
+        for token in tokens:
+            value = chain(value, token)
+            chains.append(value)
+        page, count = self._layout.page_tokens, len(tokens)
+        for group, slots, table in zip(self._layout.groups, self.slots, tables, strict=True):
+            if group.kind is GroupKind.STATE:
+                start, places = count - 1, np.array(table[:1], dtype=np.int64)
+            else:
+                start = page * list(table).count(NULL_PAGE)
+                pages = np.array(table[start // page :], dtype=np.int64)
+                places = (pages[:, None] * page + np.arange(page)).ravel()
+            slots.tokens[places] = tokens[start:]
+            slots.positions[places] = np.arange(start, count)
+            slots.chains[places] = chains[start:]
+            slots.generations[places] = self._generation(group, places)
+
     def _chosen(self, batch: Batch) -> tuple[Chunk, ...]:
         if self._steps % self._every_steps:
             return ()
@@ -108,7 +134,7 @@ class ShadowRunner:
         value = namespace_seed(chunk.request.namespace) >> 1
         if chunk.start > 0:
             last = self._places(chunk, self._layout.groups[0], chunk.start - 1, chunk.start)
-            value = int(self._slots[0].chains[last[0]])
+            value = int(self.slots[0].chains[last[0]])
         values = [value]
         for token in chunk.request.tokens[chunk.start : chunk.start + chunk.count]:
             value = chain(value, token)
@@ -116,7 +142,7 @@ class ShadowRunner:
         return values
 
     def _forget(self, chunk: Chunk) -> None:
-        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+        for group, slots in zip(self._layout.groups, self.slots, strict=True):
             slots.positions[self._written(chunk, group, chunk.count + chunk.room)] = _UNWRITTEN
 
     def _write(self, chunk: Chunk, chains: list[int], held: tuple[int, ...]) -> None:
@@ -126,7 +152,7 @@ class ShadowRunner:
         for token in held:
             chains.append(chain(chains[-1], token))
         tokens = [*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *held]
-        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+        for group, slots in zip(self._layout.groups, self.slots, strict=True):
             places = self._written(chunk, group, count)
             slots.tokens[places] = tokens[-len(places) :]
             slots.positions[places] = np.arange(end - len(places), end)
@@ -156,7 +182,7 @@ class ShadowRunner:
         end = len(tokens)
         if end == 0:
             return
-        for group, slots in zip(self._layout.groups, self._slots, strict=True):
+        for group, slots in zip(self._layout.groups, self.slots, strict=True):
             match group.kind:
                 case GroupKind.FULL:
                     start, stop = self._stretch(end)

@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.transfers import Mover
+from engine_shim.cache.radix import RadixCache
+from engine_shim.cache.transfers import Mover, Place
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats
@@ -347,6 +348,9 @@ class Scheduler:
 
     def _take(self, request: Request, sampled: Sampled) -> tuple[int, ...]:
         """Append what was sampled, up to the token that ends the request; what lies behind that never was."""
+        if not sampled.tokens:
+            request.finish = FinishReason.ERROR
+            return ()
         self._counters.count_drafts(sampled)
         for taken, token in enumerate(sampled.tokens, start=1):
             request.tokens.append(token)
@@ -431,6 +435,17 @@ class Scheduler:
             drafted_tokens=self._counters.drafted_tokens,
             accepted_tokens=tuple(self._counters.accepted_tokens),
         )
+
+    @property
+    def cache(self) -> RadixCache:
+        """The prefix cache itself, for whoever brings pages in or takes copies of them, between two steps."""
+        return self._memory.cache
+
+    @property
+    def copy_generations(self) -> dict[Place, tuple[array[int], ...]]:
+        """The same for the slots of every place that pages move between."""
+        offload = self._memory.offload
+        return {Place.DEVICE: self.generations, **(offload.generations if offload else {})}
 
     @property
     def generations(self) -> tuple[array[int], ...]:
