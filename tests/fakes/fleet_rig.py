@@ -8,7 +8,7 @@ import time
 import structlog
 from prometheus_client import CollectorRegistry
 
-from router.core.types import RankId, RankStatus
+from router.core.types import WHOLE, Part, RankId, RankStatus
 from router.fleet.fleet import Fleet
 from router.proxy.brain import RouterBrain
 from router.proxy.plane import DataPlane
@@ -47,11 +47,11 @@ class FleetRig:
         )
         self.port = 0
 
-    def add_rank(self, port: int) -> int:
+    def add_rank(self, port: int, *, part: Part = WHOLE) -> int:
         """A ready rank ``wN/0`` of a worker at ``port``; N is its slot."""
         slot = self.fleet.add_rank(
             RankId(f"w{len(self.fleet.members())}", 0),
-            target=target(port),
+            target=target(port)._replace(part=part, bootstrap_port=8998),
             models=frozenset({"m"}),
             block_tokens=None,
             pool_tokens=self._pool_tokens,
