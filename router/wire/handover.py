@@ -130,7 +130,7 @@ def decode_body(request: InferenceRequest, params: msgspec.Raw | None, *, rank: 
 
 
 class _HandedOver(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def handed_over(answer: bytes) -> msgspec.Raw | None:
@@ -139,7 +139,7 @@ def handed_over(answer: bytes) -> msgspec.Raw | None:
         params = msgspec.json.decode(answer, type=_HandedOver).kv_transfer_params
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    return None if params is None or bytes(params) == b"null" else params
+    return None if bytes(params) == b"null" else params
 
 
 def _struck(request: InferenceRequest) -> dict[str, Any]:
