@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in policies if name not in POLICIES]
     if unknown:
         parser.error(f"argument --policies: no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
+    if options.window_tokens and options.host_ratio:
+        parser.error("argument --window-tokens: not together with --host-ratio, whose tier knows no windows")
     try:
         recording = load_recording(options.trace)
         if options.results is not None:
@@ -108,6 +110,8 @@ def _plans(recording: Recording, options: argparse.Namespace) -> list[Plan]:
                 slow_rank_factor=options.slow_rank,
                 fail_at_seconds=options.fail_at,
                 speed_up=options.speed_up,
+                window_tokens=options.window_tokens,
+                window_pool_ratio=options.window_pool_ratio,
             ),
             utilisation,
         )
@@ -178,6 +182,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--window-seconds", type=_positive, default=3600.0, help="simulated time that counts (default %(default)s)")
     add("--event-lag-seconds", type=_natural, default=0.5, help="how late cache events come (default %(default)s)")
     add("--host-ratio", type=_natural, default=0.0, help="host tier, in device pools (default: none)")
+    add("--window-tokens", type=_whole, default=0, help="window of the layers that have one (default: none have)")
+    add("--window-pool-ratio", type=_positive, default=0.1, help="their pool, in device pools (default %(default)s)")
     add("--slow-rank", type=_positive, default=1.0, metavar="FACTOR", help="rank 0 is so many times slower")
     add("--fail-at", type=_positive, metavar="SECONDS", help="rank 0 dies, and is back empty five minutes later")
     add("--speed-up", type=_positive, default=1.0, metavar="FACTOR", help="arrivals of an open-loop trace, faster")

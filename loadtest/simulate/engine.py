@@ -2,7 +2,8 @@
 
 Prompts are computed one after another, first come first served, in quanta of 150 ms between which all running requests
 decode one step. A prompt starts when it and its reply fit beside what is in use; the first in the queue blocks others.
-Its blocks can be reused, and are announced, when its prefill is done; a reply's blocks are not kept.
+Its blocks can be reused, and are announced, when its prefill is done; a reply's blocks are not kept. An engine may
+have layers with a sliding window beside those with full attention (``windows``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadtest.simulate.cache import RunCache
-from loadtest.simulate.runs import Path, Run
+from loadtest.simulate.runs import Path, Run, path_blocks
+from loadtest.simulate.windows import Told, WindowCache, window_before
 
 #: At full speed: 22,000 prompt tokens a second at the start of a context, 15,000 at 100,000 tokens.
 TOKEN_SECONDS = 1 / 22_000
@@ -37,27 +39,32 @@ def prefill_work(uncached_tokens: int, context_tokens: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request inside an engine. ``cached_tokens`` and ``work`` are known once its prefill has started."""
+    """A request inside an engine. ``cached_tokens`` and ``work`` are known once its prefill has started; so is where
+    the full-attention layers have to leave a window behind on the way (``fork_blocks``, 0: nowhere).
+    """
 
     path: Path
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
     work: float = 0.0
+    fork_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears of an engine's progress: a prefill or a reply is done, a run's residency changed (device, host)."""
+    """Who hears of an engine's progress: a prefill or a reply is done, what is held of a run (device, host, window)."""
 
     first_token: Callable[[Job], None]
     finished: Callable[[Job], None]
     stored: Callable[[Run, int], None]
     loadable: Callable[[Run, int], None]
+    windowed: Told
 
 
 class Engine:
-    """``slowdown`` divides the speed of prefill, ``decode_slowdown`` that of decoding.
+    """``slowdown`` divides the speed of prefill, ``decode_slowdown`` that of decoding. Without ``window_blocks`` all
+    layers have full attention; with them some have that window, and a pool of ``window_pool_blocks``.
 
     Call ``advance`` to the present before anything else; ``next_event`` says when to call again.
     """
@@ -71,6 +78,8 @@ class Engine:
         block_tokens: int,
         slowdown: float,
         decode_slowdown: float = 1.0,
+        window_blocks: int = 0,
+        window_pool_blocks: int = 0,
     ) -> None:
         self._listener = listener
         self._block_tokens = block_tokens
@@ -78,6 +87,8 @@ class Engine:
         self._decode_slowdown = decode_slowdown
         self._pool_blocks = pool_blocks
         self._host_blocks = host_blocks
+        self._window_blocks = window_blocks
+        self._window_pool_blocks = window_pool_blocks
         self.busy_seconds = 0.0
         self.now = 0.0
         self._reset()
@@ -92,6 +103,9 @@ class Engine:
     def _reset(self) -> None:
         self.cache = RunCache(self._pool_blocks, self._listener.stored)
         self.host = RunCache(self._host_blocks, self._listener.loadable) if self._host_blocks else None
+        self.windows: WindowCache | None = None
+        if self._window_blocks:
+            self.windows = WindowCache(self._window_pool_blocks, self._window_blocks, self._listener.windowed)
         self._queue: deque[Job] = deque()
         self._prefilling: Job | None = None
         self._remaining = 0.0
@@ -151,23 +165,36 @@ class Engine:
             _, _, job = heapq.heappop(self._running)
             self._running_tokens -= job.prompt_tokens
             self.cache.give_back(job.path, self._reply_blocks(job))
+            if self.windows is not None:
+                self.windows.give_back(job.path, path_blocks(job.path))
             self._listener.finished(job)
         self._start_prefill()
 
     def _start_prefill(self) -> None:
         while self._prefilling is None and self._queue and len(self._running) < MAX_RUNNING:
             job = self._queue[0]
-            held = self.cache.match(job.path)
+            held = min(self.cache.match(job.path), (job.prompt_tokens - 1) // self._block_tokens)
+            if self.windows is not None and not self.windows.has_room(job.path, path_blocks(job.path)):
+                return
             if not self.cache.take(job.path, self._reply_blocks(job)):
                 return
             self._queue.popleft()
-            reusable = min(held, (job.prompt_tokens - 1) // self._block_tokens) * self._block_tokens
+            reusable = self._resume(job, held) * self._block_tokens
             job.cached_tokens = reusable
             job.work = self._slowdown * prefill_work(job.prompt_tokens - reusable, job.prompt_tokens)
             if self.host is not None:
                 job.work -= self._saved_by_host(self.host, job)
             self._prefilling = job
             self._remaining = job.work
+
+    def _resume(self, job: Job, held: int) -> int:
+        """Blocks that the prompt can reuse of those that the full-attention layers hold."""
+        if self.windows is None:
+            return held
+        usable = self.windows.usable(job.path, held)
+        job.fork_blocks = held if held > usable else 0
+        self.windows.take(job.path, path_blocks(job.path), fork=job.fork_blocks)
+        return usable
 
     def _saved_by_host(self, host: RunCache, job: Job) -> float:
         """Load, not compute, what the host tier holds beyond the device. The tier keeps all that was computed."""
@@ -184,6 +211,10 @@ class Engine:
             self._listener.stored(run, self.cache.resident[run])
             if self.host is not None and run in self.host.resident:
                 self._listener.loadable(run, self.host.resident[run])
+        if self.windows is not None:
+            for depth in (job.fork_blocks, path_blocks(job.path)):
+                for run, _ in window_before(job.path, depth, window=self._window_blocks):
+                    self._listener.windowed(run, self.windows.spans.get(run))
         self._jobs_started += 1
         finish = self._steps + max(1, job.output_tokens - 1)
         heapq.heappush(self._running, (finish, self._jobs_started, job))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from loadtest.types import BlockRuns, common_blocks, count_blocks, drop_blocks, take_blocks
 
@@ -18,7 +19,8 @@ class Run:
 
     ``known``: what the router believes resident; ``promised``: what it has sent there lately, with the sending's
     number; ``loadable``: what the host tier holds; ``sent``: what was ever sent there; ``last``: where it was sent
-    last; ``ever``: the most blocks that any prompt so far has had.
+    last; ``spans``: what the sliding-window layers hold, from block to block; ``ever``: the most blocks that any prompt
+    so far has had.
     """
 
     known: dict[int, int] = field(default_factory=dict)
@@ -26,8 +28,11 @@ class Run:
     loadable: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     last: int | None = None
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     ever: int = 0
 
+
+T = TypeVar("T")
 
 #: Runs from the root, each with the blocks of it that a prompt has.
 Path = tuple[tuple[Run, int], ...]
@@ -106,6 +111,14 @@ def remember(path: Path) -> None:
     """The prompt has been seen."""
     for run, blocks in path:
         run.ever = max(run.ever, blocks)
+
+
+def believe(held: dict[int, T], slot: int, what: T | None) -> None:
+    """Note what a slot holds of a run: blocks or a span; nothing at all is not noted."""
+    if what:
+        held[slot] = what
+    else:
+        held.pop(slot, None)
 
 
 def believed_blocks(path: Path) -> dict[int, int]:

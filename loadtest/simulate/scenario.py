@@ -26,6 +26,9 @@ class Scenario:
     fail_at_seconds: float | None = None
     outage_seconds: float = 300.0
     speed_up: float = 1.0
+    #: Tokens that the sliding-window layers see, 0 if there are none, and their pool in parts of ``pool_tokens``.
+    window_tokens: int = 0
+    window_pool_ratio: float = 0.1
 
     @property
     def end_seconds(self) -> float:

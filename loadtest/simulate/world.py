@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -21,13 +22,16 @@ from loadtest.simulate.measure import Meter
 from loadtest.simulate.runs import (
     Path,
     Run,
+    believe,
     believed_blocks,
     ever_blocks,
     loadable_blocks,
+    path_blocks,
     remember,
     sent_blocks,
 )
 from loadtest.simulate.scenario import Request, Scenario
+from loadtest.simulate.windows import Span, usable_blocks, window_before
 from router.core.admission import Admission, AdmissionParameters, Hold, Visit
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
@@ -96,7 +100,8 @@ class World:
         self._sessions = SessionTable(max_sessions=200_000, idle_seconds=14_400.0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._late: deque[tuple[float, dict[int, int], int, int, bool]] = deque()
+        self._late: deque[tuple[float, int, Callable[[], None]]] = deque()
+        self._window_blocks = -(-(scenario.window_tokens - 1) // block_tokens) if scenario.window_tokens else 0
         self._promises: deque[tuple[float, Path, int, int]] = deque()
         self._promise = itertools.count(1)
         self._ranks = [self._new_rank(slot) for slot in range(scenario.ranks)]
@@ -109,18 +114,28 @@ class World:
         slower = scenario.slow_rank_factor if slot == 0 else 1.0
         pool_blocks = scenario.pool_tokens // self.block_tokens
 
-        def late(known: bool) -> Callable[[Run, int], None]:
+        def late(hear: Callable[[Run, int], None]) -> Callable[[Run, int], None]:
             def told(run: Run, blocks: int) -> None:
-                believed = run.known if known else run.loadable
-                self._late.append((self.now + scenario.event_lag_seconds, believed, slot, blocks, known))
+                self._late.append((self.now + scenario.event_lag_seconds, slot, partial(hear, run, blocks)))
 
             return told
+
+        def stored(run: Run, blocks: int) -> None:
+            residency = self._views[slot].residency
+            assert residency is not None
+            residency.tokens += (blocks - run.known.get(slot, 0)) * self.block_tokens
+            believe(run.known, slot, blocks)
+
+        def windowed(run: Run, span: Span | None) -> None:
+            due = self.now + scenario.event_lag_seconds
+            self._late.append((due, slot, lambda: believe(run.spans, slot, span)))
 
         listener = Listener(
             first_token=lambda job: self._first_token(slot, job),
             finished=lambda job: self._finished(slot, job),
-            stored=late(True),
-            loadable=late(False),
+            stored=late(stored),
+            loadable=late(lambda run, blocks: believe(run.loadable, slot, blocks)),
+            windowed=windowed,
         )
         return _Rank(
             Engine(
@@ -130,6 +145,8 @@ class World:
                 block_tokens=self.block_tokens,
                 slowdown=scenario.slowdown * slower,
                 decode_slowdown=slower,
+                window_blocks=self._window_blocks,
+                window_pool_blocks=int(pool_blocks * scenario.window_pool_ratio),
             )
         )
 
@@ -224,7 +241,7 @@ class World:
             model=MODEL,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
-            reusable_tokens={slot: self._tokens(blocks, request) for slot, blocks in believed_blocks(path).items()},
+            reusable_tokens=self._reusable_tokens(request),
             session=request.session,
             home=home,
             loadable_tokens=loadable,
@@ -233,21 +250,23 @@ class World:
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),
         )
 
+    def _reusable_tokens(self, request: Request) -> dict[int, int]:
+        path = request.path
+        believed = believed_blocks(path)
+        if self._window_blocks:
+            for slot, blocks in believed.items():
+                spans = {run: run.spans[slot] for run, _ in path if slot in run.spans}
+                believed[slot] = usable_blocks(path, blocks, spans, window=self._window_blocks)
+        return {slot: self._tokens(blocks, request) for slot, blocks in believed.items()}
+
     def _tokens(self, blocks: int, request: Request) -> int:
         return min(blocks, (request.prompt_tokens - 1) // self.block_tokens) * self.block_tokens
 
     def _hear(self) -> None:
         """Cache events that have come by now, and promises that have run out."""
         while self._late and self._late[0][0] <= self.now:
-            _, believed, slot, blocks, known = self._late.popleft()
-            if known:
-                residency = self._views[slot].residency
-                assert residency is not None
-                residency.tokens += (blocks - believed.get(slot, 0)) * self.block_tokens
-            if blocks:
-                believed[slot] = blocks
-            else:
-                believed.pop(slot, None)
+            _, _, hear = self._late.popleft()
+            hear()
         while self._promises and self._promises[0][0] <= self.now:
             _, path, slot, promise = self._promises.popleft()
             self._break_promise(path, slot, promise)
@@ -271,6 +290,8 @@ class World:
             run.promised[slot] = (max(blocks, run.promised.get(slot, (0, 0))[0]), promise)
             run.sent[slot] = max(blocks, run.sent.get(slot, 0))
             run.last = slot
+        for run, span in window_before(request.path, path_blocks(request.path), window=self._window_blocks):
+            run.spans[slot] = span
         binding = None
         if request.session is not None:
             binding = self._sessions.start(MODEL, request.session, slot=slot, now=self.now)
@@ -341,7 +362,9 @@ class World:
             run.known.pop(0, None)
         for run in rank.engine.host.resident if rank.engine.host else ():
             run.loadable.pop(0, None)
-        self._late = deque(entry for entry in self._late if entry[2] != 0)
+        for run in rank.engine.windows.spans if rank.engine.windows else ():
+            run.spans.pop(0, None)
+        self._late = deque(entry for entry in self._late if entry[1] != 0)
         residency = self._views[0].residency
         assert residency is not None
         residency.tokens = 0

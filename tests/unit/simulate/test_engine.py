@@ -13,7 +13,15 @@ BLOCK = 64
 class Bench:
     """An engine and a record of when things happened."""
 
-    def __init__(self, *, pool_blocks: int = 10_000, slowdown: float = 1.0, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        pool_blocks: int = 10_000,
+        slowdown: float = 1.0,
+        host_blocks: int = 0,
+        window_blocks: int = 0,
+        window_pool_blocks: int = 0,
+    ) -> None:
         self.first: dict[Job, float] = {}
         self.last: dict[Job, float] = {}
         self.now = 0.0
@@ -23,11 +31,14 @@ class Bench:
                 finished=lambda job: self.last.__setitem__(job, self.engine.now),
                 stored=lambda run, blocks: None,
                 loadable=lambda run, blocks: None,
+                windowed=lambda run, span: None,
             ),
             pool_blocks=pool_blocks,
             host_blocks=host_blocks,
             block_tokens=BLOCK,
             slowdown=slowdown,
+            window_blocks=window_blocks,
+            window_pool_blocks=window_pool_blocks,
         )
 
     def submit(self, run: Run, blocks: int, *, output_tokens: int = 1, at: float = 0.0) -> Job:
@@ -118,3 +129,29 @@ def test_a_restart_loses_everything() -> None:
     assert set(lost) == set(jobs)
     assert bench.engine.cache.used == 0
     assert bench.engine.next_event() == float("inf")
+
+
+def test_a_hit_needs_the_last_window_too() -> None:
+    """The window pool has room for two windows: when two more conversations have passed, the first is computed again.
+
+    The full-attention layers hold all of them all the time.
+    """
+    bench = Bench(window_blocks=16, window_pool_blocks=32)
+    one = Run()
+    for run, at in ((one, 0.0), (Run(), 10.0), (Run(), 20.0)):
+        bench.submit(run, 100, at=at)
+    again = bench.submit(one, 130, at=30.0)
+    bench.engine.advance(40.0)
+
+    assert bench.engine.cache.match(again.path) == 130
+    assert again.cached_tokens == 0
+
+
+def test_a_longer_prompt_resumes_at_the_window_that_the_one_before_left() -> None:
+    """100 blocks, then 130: 100 are reused, as if all layers had full attention."""
+    bench = Bench(window_blocks=16, window_pool_blocks=32)
+    run = Run()
+    jobs = [bench.submit(run, blocks, at=at) for blocks, at in ((100, 0.0), (130, 10.0))]
+    bench.engine.advance(20.0)
+
+    assert [job.cached_tokens for job in jobs] == [0, 100 * BLOCK]

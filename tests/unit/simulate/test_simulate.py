@@ -118,6 +118,22 @@ def test_a_host_tier_gives_evicted_contexts_back(recording: Recording) -> None:
     assert tiered.turns_per_second > without.turns_per_second
 
 
+def test_windows_are_lost_before_the_rest_if_their_pool_is_small(recording: Recording) -> None:
+    """Six conversations a rank with windows of 64 blocks: 3,125 blocks hold all that come back, 125 only two.
+
+    With room for all only the first two prompts with a shared head lose anything.
+    """
+    roomy = replace(SMALL, pool_tokens=2_000_000)
+    without, wide, narrow = (
+        simulate(recording, replace(roomy, window_tokens=tokens, window_pool_ratio=ratio), "affinity")
+        for tokens, ratio in ((0, 0.1), (4096, 0.1), (4096, 0.004))
+    )
+
+    assert wide.hit_rate > without.hit_rate - 0.02
+    assert narrow.hit_rate < 0.5 * without.hit_rate
+    assert narrow.ideal_hit_rate == pytest.approx(without.ideal_hit_rate, abs=0.05)
+
+
 def test_hundreds_of_ranks(recording: Recording) -> None:
     """Nothing but the price is paid for each rank."""
     many = replace(SMALL, ranks=300, lanes=60, window_seconds=60.0, warm_up_seconds=30.0)
