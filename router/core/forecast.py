@@ -15,10 +15,10 @@ none, it is the most that was held when a block had to go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from router.core.recency import Held, Recency, Stretch
+from router.core.recency import Recency, Stretch
 
 #: With more requests than this unheard of, nothing is foretold: such a rank is not chosen for its cache.
 MAX_PENDING = 64
@@ -113,6 +113,8 @@ class Pool:
 
     def stored(self, parent: int | None, keys: Sequence[int]) -> None:
         """The rank stored blocks. Of those that wait for one of them, the first has it."""
+        if not keys:
+            return
         self._order.add(parent, keys)
         self._forecast = None
         if self._awaited and not self._awaited.keys().isdisjoint(keys):
@@ -122,7 +124,7 @@ class Pool:
                     self.begun(allocation)
                     self._settle(allocation)
 
-    def removed(self, keys: Sequence[int], *, copies: int, is_held: Held) -> None:
+    def removed(self, keys: Sequence[int], *, copies: int, is_held: Callable[[int], bool]) -> None:
         """The rank gave blocks up. Before, it held so many copies."""
         if not self._is_known and not self._is_radix:
             self._blocks = max(self._blocks or 0, copies)

@@ -18,9 +18,8 @@ from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional, Ticket
 from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, RankState, bound, keys_of_event
-from router.core.recency import Held
 from router.core.tables import ChainTable, CopyTable
-from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, only, rule_of, slots_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 
@@ -132,7 +131,7 @@ class PrefixIndex:
             self.adapters.add(event.lora_name)
         keys: Sequence[int] = keys_of_event(event, parent, unit_tokens=self.block_tokens)
         if self.namespaces:
-            parent, keys = self.namespaces.claim(parent, keys, waits=lambda key: self._is_promised(rank, key))
+            parent, keys = self.namespaces.claim(parent, keys, waits=self.provisional.waits(slot))
         if (excess := len(self) + len(keys) - self.max_blocks) > 0:
             self._evict(excess)
             if parent is not None and parent not in self._dense:  # it had to go itself
@@ -154,7 +153,7 @@ class PrefixIndex:
                 rank = self._ranks[slot]
                 rank.blocks -= 1
                 if rank.pool is not None:
-                    rank.pool.removed((key,), copies=0, is_held=self._holder(rank))
+                    rank.pool.removed((key,), copies=0, is_held=self._dense.holds(slot))
             for table in (self._lower, *self._sparse.values()):
                 table.discard(key)
         self._forgotten += count
@@ -218,7 +217,7 @@ class PrefixIndex:
             if not self._known(key):
                 self._forget(rank.names, name)
         if rank.pool is not None and table is self._dense:
-            rank.pool.removed(gone, copies=copies, is_held=self._holder(rank))
+            rank.pool.removed(gone, copies=copies, is_held=self._dense.holds(slot))
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
@@ -252,9 +251,6 @@ class PrefixIndex:
 
     def _known(self, key: int) -> bool:
         return any(map(self._held, self.namespaces.alike(key)))
-
-    def _is_promised(self, rank: RankState, key: int) -> bool:
-        return bool(self.provisional.dense.get(key, 0) & rank.bit)
 
     def _forget(self, names: dict[EngineHash, int], name: EngineHash) -> None:
         self._dense.forget_links(names.pop(name))
@@ -307,15 +303,9 @@ class PrefixIndex:
     def _promised(
         self, rank: RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
     ) -> Sequence[int]:
-        stride, first = rule.stride, start // rule.stride
-        kept: set[int] = set()
-        if rule.kind in (Kind.DENSE, Kind.CHUNK) or rank.keeps_all.get(group, False):
-            kept.update(range(first, len(keys) // stride))
-        elif rule.kind is Kind.WINDOW:
-            for end in ends:
-                kept.update(range(max(first, rule.first_needed(end // stride)), end // stride))
         held = self._sparse[group].masks
-        names = [keys[(block + 1) * stride - 1] for block in sorted(kept)]
+        blocks = rule.kept(start, len(keys), ends=ends, keeps_all=rank.keeps_all.get(group, False))
+        names = [keys[(block + 1) * rule.stride - 1] for block in blocks]
         return [key for key in names if not held.get(key, 0) & rank.bit]
 
     # --- lookup ---------------------------------------------------------------------------------------
@@ -342,10 +332,6 @@ class PrefixIndex:
         ends = keys if stride == 1 else keys[stride - 1 :: stride]
         return pool.kept(ends, depth // stride, copies=self._dense.copies[slot]) * stride
 
-    def _holder(self, rank: RankState) -> Held:
-        masks, bit = self._dense.masks, rank.bit
-        return lambda key: bool(masks.get(key, 0) & bit)
-
     def pool(self, slot: int) -> Pool | None:
         """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
         return self._ranks[slot].pool
@@ -366,7 +352,7 @@ class PrefixIndex:
         for stride, members in self._strides.items():
             if members:
                 ends = keys if stride == 1 else keys[stride - 1 :: stride]
-                own = mask if members.bit_count() == len(self._ranks) else _only(mask, members)
+                own = mask if members.bit_count() == len(self._ranks) else only(mask, members)
                 blocks = depths(ends, own, limit=limit // stride)
                 found.update({slot: count * stride for slot, count in blocks.items()})
         return found
@@ -413,7 +399,3 @@ class PrefixIndex:
     def residency(self, slot: int) -> dict[int, frozenset[int]]:
         """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""
         return {-1: self._dense.keys_of(slot), **{group: table.keys_of(slot) for group, table in self._sparse.items()}}
-
-
-def _only(mask: Mask, members: int) -> Mask:
-    return lambda key: (mask(key) or 0) & members

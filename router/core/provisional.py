@@ -10,7 +10,7 @@ so that a second request for the same prompt, in the same instant, finds it. Eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: The dense group in a promise; other groups have the engine's own numbers.
@@ -67,6 +67,11 @@ class Provisional:
                 table[key] = table.get(key, 0) | bit
                 self._owners.setdefault((slot, group, key), []).append(ticket.number)
         return ticket
+
+    def waits(self, slot: int) -> Callable[[int], bool]:
+        """Whether a dense block is promised of a rank, as a function of its key."""
+        promised, bit = self.dense, 1 << slot
+        return lambda key: bool(promised.get(key, 0) & bit)
 
     def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
         """An event said that these blocks are resident."""

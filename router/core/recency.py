@@ -11,9 +11,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-#: Whether the rank holds a block.
-Held = Callable[[int], bool]
-
 
 class Stretch:
     """Blocks one behind the other, by their chain keys; ``pins`` counts the running requests that use them all."""
@@ -60,7 +57,7 @@ class Recency:
 
     def add(self, parent: int | None, keys: Sequence[int]) -> None:
         """Blocks were stored behind ``parent``, which is a use."""
-        known = self.use(keys)
+        known = self.use(keys) if keys[0] in self._by_first else 0
         if known == len(keys):
             return
         if known:
@@ -94,7 +91,7 @@ class Recency:
             self._order.move_to_end(used)
         return sum(count for _, count in path)
 
-    def remove(self, key: int, is_held: Held) -> None:
+    def remove(self, key: int, is_held: Callable[[int], bool]) -> None:
         """The rank gave a block up. Tails go first; one that went out of turn is let go of with the block behind it."""
         stretch = self._by_last.pop(key, None)
         if stretch is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from router.core.usable import slots_of
 
@@ -66,6 +66,11 @@ class CopyTable:
 
     def __contains__(self, key: int) -> bool:
         return key in self.masks
+
+    def holds(self, slot: int) -> Callable[[int], bool]:
+        """Whether a rank holds a block, as a function of its key."""
+        masks, bit = self.masks, 1 << slot
+        return lambda key: bool(masks.get(key, 0) & bit)
 
     def keys_of(self, slot: int) -> frozenset[int]:
         """What one rank holds."""

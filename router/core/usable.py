@@ -15,7 +15,7 @@ ends at unit ``(j+1) * stride`` and is named by the chain key of its last unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,6 +62,20 @@ class Rule:
             case Kind.UNUSED:
                 return end
 
+    def kept(self, start: int, end: int, *, ends: Collection[int], keeps_all: bool) -> Sequence[int]:
+        """The blocks that a request leaves in the cache of those it computes, from unit ``start`` to ``end``.
+
+        A window group keeps what lies before the units ``ends``, unless it is known to keep all.
+        """
+        first, last = start // self.stride, end // self.stride
+        if self.kind in (Kind.DENSE, Kind.CHUNK) or keeps_all:
+            return range(first, last)
+        kept: set[int] = set()
+        if self.kind is Kind.WINDOW:
+            for place in ends:
+                kept.update(range(max(first, self.first_needed(place // self.stride)), place // self.stride))
+        return sorted(kept)
+
 
 _KINDS = {
     None: Kind.DENSE,
@@ -98,6 +112,11 @@ def slots_of(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def only(mask: Mask, members: int) -> Mask:
+    """The mask without the slots that are not among ``members``."""
+    return lambda key: (mask(key) or 0) & members
 
 
 def depths(keys: Sequence[int], mask: Mask, *, limit: int) -> dict[int, int]:

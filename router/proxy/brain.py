@@ -318,8 +318,7 @@ class RouterBrain(Models):
             lease.noted.first_token_seconds = self._fleet.clock() - lease.noted.started
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
-        if lease.allocation is not None:
-            lease.allocation.pool.begun(lease.allocation)
+        self._promises.begun(lease.allocation)
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
@@ -345,12 +344,9 @@ class RouterBrain(Models):
             elif usage is not None:
                 self._promises.answered(lease.member, prepared, output_tokens=usage.completion_tokens, now=now)
             self._promises.keep(lease.promises, now=now)
-            if lease.allocation is not None:
-                self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
+            self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
         else:
-            self._promises.take_back(lease.promises)
-            if lease.allocation is not None:
-                lease.allocation.pool.forget(lease.allocation)
+            self._promises.take_back(lease.promises, lease.allocation)
         is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
         if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
             prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything

@@ -120,16 +120,24 @@ class Promises:
             index.provisional.end(ticket)
             self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
 
+    @staticmethod
+    def begun(allocation: Allocation | None) -> None:
+        """The first token has come."""
+        if allocation is not None:
+            allocation.pool.begun(allocation)
+
     def leave(
         self,
-        allocation: Allocation,
+        allocation: Allocation | None,
         member: Member,
         prepared: PreparedRequest,
         output: Sequence[int],
         *,
         now: float,
     ) -> None:
-        """The request is over; its blocks stay."""
+        """The request is over; its blocks stay, the answer's too where its tokens are known."""
+        if allocation is None:
+            return
         index, keys = member.index, allocation.keys
         if index is not None and len(output) > 1 and self._fleet.knows(member):
             stride, unit = index.stride(member.slot), index.block_tokens
@@ -138,10 +146,12 @@ class Promises:
         self._expiring.append((now + PROVISIONAL_SECONDS, partial(allocation.pool.forget, allocation)))
 
     @staticmethod
-    def take_back(promises: Iterable[Promise]) -> None:
+    def take_back(promises: Iterable[Promise], allocation: Allocation | None) -> None:
         """The request failed: nothing of it is there."""
         for index, ticket in promises:
             index.provisional.drop(ticket)
+        if allocation is not None:
+            allocation.pool.forget(allocation)
 
     def expire(self, now: float) -> None:
         """Let go of what is past its time. Called before each lookup."""
