@@ -7,23 +7,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
+
+from engine_shim.tools import CallPiece
 
 Json = dict[str, object]
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
+class WordedLogprob:
+    """One token's logarithm of probability, and the likeliest tokens', as texts. ``offset`` counts characters."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of one choice; ``ids`` are the tokens it was made of, ``finish`` is told with the last one."""
+    """New text of one choice; ``ids`` are the tokens it was made of, ``finish`` is told with the last one.
+
+    Where tools are forced ``calls`` stand for the text. ``logprobs`` has an entry for each token, if they are told.
+    """
 
     index: int
     text: str
     ids: tuple[int, ...]
     finish: str | None = None
     stop_reason: str | int | None = None
+    logprobs: tuple[WordedLogprob, ...] | None = None
+    calls: tuple[CallPiece, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +69,13 @@ def sse(body: Json) -> bytes:
 def join(pieces: Sequence[Piece]) -> Piece:
     """The pieces of one choice as one."""
     last = pieces[-1]
-    ids = tuple(token for piece in pieces for token in piece.ids)
-    return Piece(last.index, "".join(piece.text for piece in pieces), ids, last.finish, last.stop_reason)
+    return replace(
+        last,
+        text="".join(piece.text for piece in pieces),
+        ids=tuple(token for piece in pieces for token in piece.ids),
+        logprobs=None if last.logprobs is None else tuple(each for piece in pieces for each in piece.logprobs or ()),
+        calls=None if last.calls is None else tuple(call for piece in pieces for call in piece.calls or ()),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +106,7 @@ class Shape(ABC):
         opening = self.opening(piece.index) if first else None
         events = sse(opening) if opening else b""
         # Text may be held back: in the middle of a character, or where a stop string may begin.
-        is_silent = not piece.text and piece.finish is None and not self.tells_token_ids
+        is_silent = not (piece.text or piece.calls or piece.logprobs or piece.finish or self.tells_token_ids)
         if is_silent and (events or not first):
             return events
         return events + sse(self.chunk(piece, first=first))
@@ -108,24 +130,33 @@ class Shape(ABC):
             envelope["usage"] = None
         return envelope
 
-    @staticmethod
-    def _end(piece: Piece) -> Json:
-        return {"logprobs": None, "finish_reason": piece.finish, "stop_reason": piece.stop_reason}
+    def _end(self, piece: Piece) -> Json:
+        logprobs = None if piece.logprobs is None else self._logprobs(piece.logprobs)
+        return {"logprobs": logprobs, "finish_reason": piece.finish, "stop_reason": piece.stop_reason}
+
+    @abstractmethod
+    def _logprobs(self, told: Sequence[WordedLogprob]) -> Json:
+        """The ``logprobs`` object of a choice."""
 
 
 class ChatShape(Shape):
-    """``chat.completion``: one prompt, one choice; prompt ids stand beside the choices."""
+    """``chat.completion``: one prompt, whose ids stand beside the choices."""
 
     __slots__ = ()
     _CHUNK = "chat.completion.chunk"
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Json:
-        (piece,) = choices
-        choice: Json = {"index": 0, "message": {"role": "assistant", "content": piece.text}}
-        choice |= self._end(piece)
-        body = self._envelope("chat.completion", [choice]) | {"usage": usage.body()}
+        told = []
+        for piece in sorted(choices, key=lambda piece: piece.index):
+            message: Json = {"role": "assistant", "content": piece.text}
+            if piece.calls is not None:
+                message |= {"content": None, "tool_calls": self._calls(piece.index, piece.calls)}
+            choice: Json = {"index": piece.index, "message": message} | self._end(piece)
+            if self.tells_token_ids:
+                choice["token_ids"] = piece.ids
+            told.append(choice)
+        body = self._envelope("chat.completion", told) | {"usage": usage.body()}
         if self.tells_token_ids:
-            choice["token_ids"] = piece.ids
             body["prompt_token_ids"] = self.prompts[0]
         return body
 
@@ -139,6 +170,9 @@ class ChatShape(Shape):
 
     def chunk(self, piece: Piece, *, first: bool) -> Json:
         delta: Json = {"content": piece.text} if piece.text or piece.finish is None else {}
+        if piece.calls is not None:
+            deltas = [self._call_delta(piece.index, call) for call in piece.calls]
+            delta = {"tool_calls": deltas} if deltas else {}
         choice: Json = {"index": piece.index, "delta": delta} | self._end(piece)
         if self.tells_token_ids:
             choice["token_ids"] = piece.ids
@@ -146,6 +180,41 @@ class ChatShape(Shape):
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._envelope(self._CHUNK, ()) | {"usage": usage.body()}
+
+    def _logprobs(self, told: Sequence[WordedLogprob]) -> Json:
+        def entry(text: str, logprob: float) -> Json:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            entry(each.text, each.logprob) | {"top_logprobs": [entry(*other) for other in each.top]} for each in told
+        ]
+        return {"content": content, "refusal": None}
+
+    def _calls(self, choice: int, pieces: Sequence[CallPiece]) -> list[Json]:
+        """Whole calls, out of their pieces."""
+        calls: list[Json] = []
+        arguments: list[str] = []
+        for piece in pieces:
+            if piece.name is not None:
+                calls.append(self._call_delta(choice, piece))
+                arguments.append("")
+            arguments[piece.index] += piece.arguments
+        for call, text in zip(calls, arguments, strict=True):
+            function = call["function"]
+            assert isinstance(function, dict), "a call begins with its function"
+            function["arguments"] = text
+            del call["index"]
+        return calls
+
+    def _call_delta(self, choice: int, piece: CallPiece) -> Json:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        return {
+            "index": piece.index,
+            "id": f"call-{self.id}-{choice}-{piece.index}",
+            "type": "function",
+            "function": {"name": piece.name, "arguments": piece.arguments},
+        }
 
 
 class CompletionShape(Shape):
@@ -174,3 +243,11 @@ class CompletionShape(Shape):
             if first:
                 choice["prompt_token_ids"] = self.prompts[piece.index]
         return choice
+
+    def _logprobs(self, told: Sequence[WordedLogprob]) -> Json:
+        return {
+            "text_offset": [each.offset for each in told],
+            "token_logprobs": [each.logprob for each in told],
+            "tokens": [each.text for each in told],
+            "top_logprobs": [{**dict(each.top), each.text: each.logprob} for each in told],
+        }

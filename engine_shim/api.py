@@ -176,7 +176,9 @@ class _Generation(HandoverFields, kw_only=True, frozen=True):
         for name, neutral in (_NEVER if has_logits else {**_NEVER, **_WITH_LOGITS}).items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                told = " or ".join(["leave it out", *(f"send {msgspec.json.encode(each).decode()}" for each in neutral)])
+                told = " or ".join(
+                    ["leave it out", *(f"send {msgspec.json.encode(each).decode()}" for each in neutral)]
+                )
                 raise ApiError(f"{name} is not supported by this engine: {told}", param=name)
 
     def sampling(self, *, max_tokens: int, vocab_tokens: int, choice: int = 0) -> Sampling:

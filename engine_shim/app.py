@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from engine_shim.chat import ChatTemplate
 from engine_shim.engine import Engine
 from engine_shim.events import Endpoints, EventPublisher
+from engine_shim.grammar import GrammarCompiler
 from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import ModelCard, read_card
 from engine_shim.runner.shadow import ShadowRunner
@@ -344,6 +345,17 @@ def _served(settings: ShimSettings, card: ModelCard, limit: int) -> ServedModel:
         vocab_tokens=card.config.vocab_size,
         max_context_tokens=limit,
         version=_version(),
+        has_logits=settings.runner is RunnerKind.TORCH,
+        grammars=_grammars(settings, card),
+    )
+
+
+def _grammars(settings: ShimSettings, card: ModelCard) -> GrammarCompiler | None:
+    """What holds answers to a grammar, where the runner has logits, the model an end and the library is there."""
+    if settings.runner is not RunnerKind.TORCH or not card.eos_token_ids or find_spec("llguidance") is None:
+        return None
+    return GrammarCompiler(
+        card.tokenizer, vocab_tokens=card.config.vocab_size, eos_token_ids=sorted(card.eos_token_ids)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -11,12 +12,14 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from engine_shim.answers import DONE, Piece, Shape, Usage, join, sse
+from engine_shim.answers import DONE, Piece, Shape, Usage, WordedLogprob, join, sse
 from engine_shim.api import ApiError
 from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
+from engine_shim.structured import ToolForce
 from engine_shim.text import TextStream
+from engine_shim.tools import CallReader
 from engine_shim.transfer.legs import Leg
-from engine_shim.types import FinishReason, Request
+from engine_shim.types import FinishReason, Request, TokenLogprob
 from router.wire.headers import SERVED_DP_RANK
 
 _JSON = (b"content-type", b"application/json")
@@ -38,6 +41,8 @@ class Generation:
         tokenizer: Tokenizer,
         stops: Sequence[str],
         leg: Leg | None = None,
+        choices: int = 1,
+        force: ToolForce | None = None,
     ) -> None:
         """``leg``: what is to be done with another shim."""
         self.engine = engine
@@ -47,6 +52,11 @@ class Generation:
         self._texts = [
             TextStream(tokenizer, stops=stops, stop_token_ids=request.sampling.stop_token_ids) for request in requests
         ]
+        self._calls = [CallReader(force.name) for _ in requests] if force is not None else None
+        self._names_tool = force is not None and force.name is not None
+        self._tokenizer = tokenizer
+        self._choices = choices
+        self._offsets = [0] * len(requests)
         self._mailbox = Mailbox(len(requests))
         self._running = set(range(len(requests)))
         self._completion_tokens = 0
@@ -77,14 +87,14 @@ class Generation:
     def usage(self) -> Usage:
         """Token counts so far."""
         return Usage(
-            prompt_tokens=sum(len(request.prompt) for request in self.requests),
+            prompt_tokens=sum(len(request.prompt) for request in self.requests[:: self._choices]),
             cached_tokens=self._cached_tokens(),
             completion_tokens=self._completion_tokens,
         )
 
     def _cached_tokens(self) -> int:
         told = None if self._leg is None else self._leg.cached_tokens
-        return sum(request.cached_tokens for request in self.requests) if told is None else told
+        return sum(request.cached_tokens for request in self.requests[:: self._choices]) if told is None else told
 
     @property
     def fields(self) -> Mapping[str, object]:
@@ -114,16 +124,39 @@ class Generation:
 
     def _piece(self, delta: Delta) -> Piece:
         if delta.finish in (FinishReason.ABORT, FinishReason.ERROR):
-            self._refuse()
+            self._refuse(self.requests[delta.index])
         told = self._texts[delta.index].push(delta.tokens, finish=delta.finish)
         self._completion_tokens += len(told.ids)
         if told.finish is not None:
             self._running.discard(delta.index)
             if delta.finish is None:  # ended by a stop string, of which the engine knows nothing
                 self.engine.abort(self.requests[delta.index].id)
-        return Piece(delta.index, told.text, told.ids, told.finish, told.stop_reason)
+        piece = Piece(delta.index, told.text, told.ids, told.finish, told.stop_reason)
+        if self.requests[delta.index].sampling.logprobs is not None:
+            piece = replace(piece, logprobs=self._worded(delta.index, told.ids, delta.logprobs))
+        if self._calls is None:
+            return piece
+        # As OpenAI does it: where the client named the function, a call is no reason of its own to stop.
+        ended = "tool_calls" if piece.finish == FinishReason.STOP and not self._names_tool else piece.finish
+        return replace(piece, finish=ended, calls=tuple(self._calls[delta.index].push(told.text)))
 
-    def _refuse(self) -> NoReturn:
+    def _worded(self, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[WordedLogprob, ...]:
+        """The logprobs of the tokens that count, in words."""
+        worded = []
+        for token, each in zip(ids, logprobs, strict=False):  # what lies behind a stop string does not count
+            text = self._word(token)
+            top = tuple((self._word(other), logprob) for other, logprob in each.top)
+            worded.append(WordedLogprob(text, each.logprob, top, self._offsets[index]))
+            self._offsets[index] += len(text)
+        return tuple(worded)
+
+    def _word(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _refuse(self, request: Request) -> NoReturn:
+        if self.engine.accepts and request.constraint is not None:
+            message = "The request needs more cache pages than this rank has, or its grammar is too large to follow"
+            raise ApiError(message, code="context_too_large")
         if self.engine.accepts:
             raise ApiError("The request needs more cache pages than this rank has", code="context_too_large")
         raise _unavailable(self.engine.failure or "the engine is stopping")

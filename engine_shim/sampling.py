@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_shim.types import Chunk, Request, Sampled, TokenLogprob
+from engine_shim.types import Chunk, ConstraintError, Request, Sampled, TokenLogprob
 
 #: What clients are told of a token that a grammar forbids; JSON has no infinity (OpenAI and vLLM say the same).
 _LEAST_LOGPROB = -9999.0
@@ -115,11 +115,15 @@ class Sampler:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         draws: list[Draw] = []
         told: dict[Request, Tensor] = {}
+        stuck: set[Request] = set()
         for chunk, tried in zip(chunks, drafts, strict=True):
             request, sampling = chunk.request, chunk.request.sampling
             rows = logits[len(draws) : len(draws) + 1 + len(tried)]
             if request.constraint is not None:
-                _mask(rows, request.constraint.masks(request.output, tried))
+                try:
+                    _mask(rows, request.constraint.masks(request.output, tried))
+                except ConstraintError:
+                    stuck.add(request)
             if sampling.logprobs is not None:
                 told[request] = rows.log_softmax(dim=-1)
             self._adjust(rows, chunk, tried)
@@ -132,7 +136,9 @@ class Sampler:
             logprobs: tuple[TokenLogprob, ...] = ()
             if chunk.request in told:
                 logprobs = _logprobs(told[chunk.request], tokens, chunk.request.sampling.logprobs or 0)
-            results.append(Sampled(tokens, logprobs, drafted=len(tried)))
+            results.append(
+                Sampled((), drafted=len(tried)) if chunk.request in stuck else Sampled(tokens, logprobs, len(tried))
+            )
         return results
 
     def _adjust(self, rows: Tensor, chunk: Chunk, tried: tuple[int, ...]) -> None:

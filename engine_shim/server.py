@@ -18,18 +18,20 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.exceptions import HTTPException
 from tokenizers import Tokenizer
 
 from engine_shim import api, types
 from engine_shim.answers import ChatShape, CompletionShape
 from engine_shim.api import ApiError
 from engine_shim.chat import ChatTemplate
-from engine_shim.engine import Engine, EngineStopped
-from engine_shim.events import BUFFER_BATCHES, HIGH_WATER_MARK, TOPIC
+from engine_shim.engine import Engine
 from engine_shim.generate import Generation, GenerationResponse
+from engine_shim.grammar import GrammarCompiler
 from engine_shim.metrics import ShimCollector
+from engine_shim.ranks import Ranks, event_source
+from engine_shim.replies import HANDLERS, json_reply
 from engine_shim.settings import Role
+from engine_shim.structured import structure_of
 from engine_shim.transfer.legs import Transfer
 from router.wire.kv_events import encode_snapshot
 
@@ -44,6 +46,7 @@ class ServedModel:
     """What the server must know of the model; the weights are the runner's matter.
 
     ``tokenizer_config`` is what ``/tokenizer_info`` tells: transformers' file of that name, as far as it matters.
+    ``has_logits``: tokens are chosen from logits, as requests wish; ``grammars``: answers can be held to one.
     """
 
     name: str
@@ -53,26 +56,8 @@ class ServedModel:
     vocab_tokens: int
     max_context_tokens: int
     version: str
-
-
-class Ranks:
-    """The engines, and which of them takes a request that names none: the least loaded, equals in turn."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = tuple(engines)
-        self._turns = itertools.count()
-
-    def choose(self, wanted: int | None) -> Engine:
-        """The engine for a request. Raises ``ApiError`` 503 when it, or each of them, takes none."""
-        if wanted is not None:
-            candidates = [self.engines[wanted]]
-        else:
-            turn = next(self._turns) % len(self.engines)
-            candidates = [*self.engines[turn:], *self.engines[:turn]]
-        working = [engine for engine in candidates if engine.accepts]
-        if not working:
-            raise ApiError("The engine takes no requests now.", status=503, code="engine_unavailable")
-        return min(working, key=lambda engine: engine.load)
+    has_logits: bool = True
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +124,8 @@ def _application(shim: ShimApi, lifespan: Lifespan) -> FastAPI:
         app.add_api_route(path, handler, methods=["POST"], response_class=Response)
     for path, handler in gets.items():
         app.add_api_route(path, handler, methods=["GET"], response_class=Response)
-    app.add_exception_handler(ApiError, _tell_api_error)
-    app.add_exception_handler(EngineStopped, _tell_stopped)
-    app.add_exception_handler(HTTPException, _tell_http_error)
-    app.add_exception_handler(Exception, _tell_bug)
+    for kind, tell in HANDLERS.items():
+        app.add_exception_handler(kind, tell)
     return app
 
 
@@ -166,16 +149,16 @@ class ShimApi:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         asked = await self._read(request, api.ChatRequest)
-        asked.require_supported()
+        asked.require_supported(has_logits=self.model.has_logits)
         text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
         ids = await self._encode(text, add_special_tokens=False)
         max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        return self._generate(request, asked, prompts=[ids], max_tokens=max_tokens, shape=ChatShape)
+        return await self._generate(request, asked, prompts=[ids], max_tokens=max_tokens, shape=ChatShape)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         asked = await self._read(request, api.CompletionRequest)
-        asked.require_supported()
+        asked.require_supported(has_logits=self.model.has_logits)
         prompts = [
             await self._encode(prompt, add_special_tokens=asked.add_special_tokens)
             if isinstance(prompt, str)
@@ -183,9 +166,9 @@ class ShimApi:
             for prompt in api.prompts(asked.prompt)
         ]
         max_tokens = _COMPLETION_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-        return self._generate(request, asked, prompts=prompts, max_tokens=max_tokens, shape=CompletionShape)
+        return await self._generate(request, asked, prompts=prompts, max_tokens=max_tokens, shape=CompletionShape)
 
-    def _generate(
+    async def _generate(
         self,
         request: Request,
         asked: api.ChatRequest | api.CompletionRequest,
@@ -201,10 +184,24 @@ class ShimApi:
             leg = self._handing.transfer.leg(asked, prompts=len(prompts), host=_own_host(request))
             if leg is not None and self._handing.role is Role.PREFILL:
                 max_tokens = 1
-        requests = [self._request(asked, ids, max_tokens) for ids in prompts]
+        choices = asked.choices
+        if leg is not None and choices > 1:
+            raise ApiError("a prompt that two shims share has one answer", param="n")
+        requests = [self._request(asked, ids, max_tokens, choice) for ids in prompts for choice in range(choices)]
+        structure = await structure_of(asked, self.model.grammars, answers=len(requests))
+        for item, constraint in zip(requests, structure.constraints, strict=True):
+            item.constraint = constraint
         stops = asked.stops
         engine = self._ranks.choose(wanted)
-        generation = Generation(engine, requests, tokenizer=self.model.tokenizer, stops=stops, leg=leg)
+        generation = Generation(
+            engine,
+            requests,
+            tokenizer=self.model.tokenizer,
+            stops=stops,
+            leg=leg,
+            choices=choices,
+            force=structure.force,
+        )
         prefix = "chatcmpl" if shape is ChatShape else "cmpl"
         worded = shape(
             id=f"{prefix}-{request.headers.get('x-request-id') or uuid.uuid4().hex}",
@@ -221,6 +218,7 @@ class ShimApi:
         asked: api.ChatRequest | api.CompletionRequest,
         ids: Sequence[int],
         max_tokens: int | None,
+        choice: int,
     ) -> types.Request:
         limit = self.model.max_context_tokens
         if not ids:
@@ -237,7 +235,11 @@ class ShimApi:
         return types.Request(
             id=str(next(self._ids)),
             prompt=tuple(ids),
-            sampling=asked.sampling(max_tokens=limit - len(ids) if max_tokens is None else max_tokens),
+            sampling=asked.sampling(
+                max_tokens=limit - len(ids) if max_tokens is None else max_tokens,
+                vocab_tokens=self.model.vocab_tokens,
+                choice=choice,
+            ),
             namespace=asked.cache_salt or "",
             arrival_seconds=time.perf_counter(),
         )
@@ -255,25 +257,25 @@ class ShimApi:
             ids = await self._encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
         else:
             raise ApiError("either prompt or messages is needed", param="prompt")
-        return _json({"count": len(ids), "max_model_len": self.model.max_context_tokens, "tokens": ids})
+        return json_reply({"count": len(ids), "max_model_len": self.model.max_context_tokens, "tokens": ids})
 
     async def render(self, request: Request) -> Response:
         """``POST /v1/chat/completions/render``: the ids a chat request would be run with, as vLLM tells them."""
         asked = await self._read(request, api.ChatRequest)
         self._check_model(asked.model)
         text = self._render(asked.messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs)
-        return _json({"token_ids": await self._encode(text, add_special_tokens=False), "model": self.model.name})
+        return json_reply({"token_ids": await self._encode(text, add_special_tokens=False), "model": self.model.name})
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``: the text of token ids."""
         asked = await self._read(request, api.DetokenizeRequest)
         self._check_model(asked.model)
         ids = self._known(asked.tokens, param="tokens")
-        return _json({"prompt": self.model.tokenizer.decode(ids, skip_special_tokens=False)})
+        return json_reply({"prompt": self.model.tokenizer.decode(ids, skip_special_tokens=False)})
 
     async def tokenizer_info(self, _: Request) -> Response:
         """``GET /tokenizer_info``: the model's tokenizer_config with its chat template."""
-        return _json(dict(self.model.tokenizer_config))
+        return json_reply(dict(self.model.tokenizer_config))
 
     async def tokenizer_json(self, _: Request) -> Response:
         """``GET /tokenizer.json``: the fast tokenizer's file, so that a router needs no copy of its own."""
@@ -284,11 +286,11 @@ class ShimApi:
     async def reset_prefix_cache(self, _: Request) -> Response:
         """``POST /reset_prefix_cache``: empty every rank's cache; false where requests hold pages."""
         done = await asyncio.gather(*(engine.reset_cache() for engine in self._ranks.engines))
-        return _json({"success": all(done)})
+        return json_reply({"success": all(done)})
 
     async def kv_event_sources(self, _: Request) -> Response:
         """``GET /kv_event_sources``: where each rank publishes, in vLLM's shape."""
-        return _json({str(engine.rank): _source(engine) for engine in self._ranks.engines})
+        return json_reply({str(engine.rank): event_source(engine) for engine in self._ranks.engines})
 
     async def kv_snapshot(self, request: Request) -> Response:
         """``GET /kv_snapshot?dp_rank=N``: what is resident, and the sequence number it is true at."""
@@ -312,7 +314,7 @@ class ShimApi:
         """``GET /v1/models``: the one model."""
         entry = {"id": self.model.name, "object": "model", "created": self._created, "owned_by": "homing"}
         entry |= {"root": self.model.name, "parent": None, "max_model_len": self.model.max_context_tokens}
-        return _json({"object": "list", "data": [entry]})
+        return json_reply({"object": "list", "data": [entry]})
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: 200 while every rank works."""
@@ -333,11 +335,11 @@ class ShimApi:
         told: dict[str, object] = {"version": self.model.version, "disaggregation_mode": role or "null"}
         if handing is not None and handing.transfer.port:
             told["disaggregation_bootstrap_port"] = handing.transfer.port
-        return _json(told)
+        return json_reply(told)
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
-        return _json({"version": self.model.version})
+        return json_reply({"version": self.model.version})
 
     # --- shared steps -------------------------------------------------------------------------------
 
@@ -395,52 +397,3 @@ def _own_host(request: Request) -> str:
     """This shim's address as the request reached it."""
     host, _ = request.scope.get("server") or ("127.0.0.1", 0)
     return str(host)
-
-
-def _source(engine: Engine) -> dict[str, object]:
-    publisher = engine.publisher
-    if publisher is None:
-        return {"enable_kv_cache_events": False, "publisher": "null", "engine": "homing-shim"}
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": publisher.endpoints.live,
-        "replay_endpoint": publisher.endpoints.replay,
-        "buffer_steps": BUFFER_BATCHES,
-        "hwm": HIGH_WATER_MARK,
-        "max_queue_size": HIGH_WATER_MARK,
-        "topic": TOPIC,
-        "epoch": publisher.epoch,
-        "snapshot_path": f"/kv_snapshot?dp_rank={engine.rank}",
-        "block_size": engine.layout.page_tokens,
-        "engine": "homing-shim",
-    }
-
-
-def _json(body: Mapping[str, object], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    content = msgspec.json.encode(body)
-    return Response(content, status_code=status, headers=headers, media_type="application/json")
-
-
-async def _tell_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    # A body that is not read to its end leaves the connection unusable.
-    headers = {"connection": "close"} if error.status == 413 else None
-    return _json(error.body(), status=error.status, headers=headers)
-
-
-async def _tell_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    told = ApiError(message, status=error.status_code, code=code)
-    return _json(told.body(), status=told.status, headers=error.headers)
-
-
-async def _tell_stopped(_: Request, error: Exception) -> Response:
-    return _json(ApiError(str(error), status=503, code="engine_unavailable").body(), status=503)
-
-
-async def _tell_bug(_: Request, __: Exception) -> Response:
-    told = ApiError("The shim failed on this request; its log has the cause.", status=500, code="internal_error")
-    return _json(told.body(), status=500)

@@ -102,6 +102,10 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class ConstraintError(RuntimeError):
+    """A grammar cannot be followed any further, whatever comes next: it has outgrown its limits."""
+
+
 class Constraint(Protocol):
     """Which tokens may follow an output: a grammar at work, one for each request.
 
@@ -116,7 +120,7 @@ class Constraint(Protocol):
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
         """What may follow ``output``, and what each of the ``drafts`` that fit behind it.
 
-        One bit a token, the lowest of the first byte is token 0.
+        One bit a token, the lowest of the first byte is token 0. Raises ``ConstraintError``.
         """
         ...
 
@@ -206,7 +210,7 @@ class Sampled:
     """What one chunk came to: the drafts that held, in order, and the token after them.
 
     ``logprobs`` has an entry for each token, or none if nobody asked. Of ``drafted`` tried tokens all but the last of
-    ``tokens`` held.
+    ``tokens`` held. No tokens at all: the request cannot go on.
     """
 
     tokens: tuple[int, ...]

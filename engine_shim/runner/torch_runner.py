@@ -54,7 +54,7 @@ class TorchRunner:
         if recurrence is not None:
             # Of a chunk with drafts those rows count that hold a known token or a draft that held.
             counts = [
-                chunk.count + len(result.tokens) - 1
+                chunk.count + max(0, len(result.tokens) - 1)
                 for chunk, result in zip(chunks, results, strict=True)
                 if result.drafted
             ]
