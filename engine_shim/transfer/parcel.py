@@ -106,7 +106,7 @@ def unpack(cache: RadixCache, store: PageStore, namespace: str, prompt: Sequence
     Does nothing where the cache has lost what the parcel was to continue, or has no room.
     """
     tokens = tuple(prompt[: parcel.pages * cache.layout.page_tokens])
-    match = cache.match(namespace, tokens)
+    match = cache.match(namespace, _whole(cache, prompt))
     if match.pages >= parcel.pages or match.pages < parcel.runs[FULL].start:
         return Entered(match.pages, ())
     receipt = cache.lock(match)  # making room must not take what is to be continued
