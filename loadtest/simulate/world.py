@@ -36,7 +36,7 @@ from router.core.admission import Admission, AdmissionParameters, Hold, Visit
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.load import Claim, LoadBook
-from router.core.pace import PaceLearner, judge, prior
+from router.core.pace import PaceLearner, PacePeers, judge, prior
 from router.core.session import Binding, SessionTable
 from router.core.types import (
     Decision,
@@ -105,6 +105,7 @@ class World:
         self._promises: deque[tuple[float, Path, int, int]] = deque()
         self._promise = itertools.count(1)
         self._ranks = [self._new_rank(slot) for slot in range(scenario.ranks)]
+        self._peers = PacePeers()
         self._learners: list[PaceLearner] = []
         self._views = [self._new_view(slot) for slot in range(scenario.ranks)]
         self._view = FleetView(tuple(self._views))
@@ -152,7 +153,7 @@ class World:
 
     def _new_view(self, slot: int) -> RankView:
         pace = prior(_PRIOR_RATE)
-        self._learners.append(PaceLearner(pace))
+        self._learners.append(PaceLearner(pace, self._peers))
         return RankView(
             slot=slot,
             id=RankId("simulated", slot),

@@ -256,7 +256,12 @@ class Admission:
             return Admit(Passage.ADMITTED)
         ratio = self._parameters.warm_budget_ratio
         warm = [rank.slot for rank in self._with_room(request, view, ratio=ratio) if self._is_warm(request, rank.slot)]
-        return Admit(Passage.WARM, frozenset(warm)) if warm else None
+        if not warm:
+            return None
+        # Where nobody waits, what is warm may go elsewhere too: it may be no more than a head that many share.
+        room = None if self._queue else self._room(request, view)
+        elsewhere = room.slots if isinstance(room, Admit) and room.slots else frozenset[int]()
+        return Admit(Passage.WARM, frozenset(warm) | elsewhere)
 
     def _room(self, request: RouteRequest, view: FleetView) -> Admit | Barrier:
         """The head of the queue goes where there is room and nobody else is starting cold."""

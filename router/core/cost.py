@@ -11,6 +11,14 @@
   and free once it is cold. The factor has two parts. The turns that follow lose what this one loses, as many as are
   expected: for agents, which come back, ``move_weight``, for readers few. And computing again what home holds keeps
   everybody waiting, the longer the busier the ranks are: by rho / (1 - rho) for a second of work.
+
+Two kinds of requests have no home yet, and their choice costs others something, too. It is part of the move's term.
+
+- A conversation that begins finds heads that others share. A copy made elsewhere would serve those who come after; so
+  where it finds one, only a part is credited, or everybody who shares a head would go where its first copy is. That
+  holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
+- A subagent's siblings begin at the same moment with the same head. What it computes counts half as much again, so that
+  a small group waits for one prefill, and only a large one spreads.
 """
 
 from __future__ import annotations
@@ -32,6 +40,10 @@ _EVICTED_RETURN_RATIO = 0.5
 _BUSY_WEIGHT = 2.0
 #: A token loaded from a lower tier, in tokens computed.
 _LOAD_RATIO = 0.2
+#: The part of a shared head that is credited to a conversation that begins: a fourth, as if three came after it.
+_SHARED_CREDIT_RATIO = 0.25
+#: What a subagent's first prompt costs others, for a second of its own work.
+_SIBLING_WEIGHT = 0.5
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
 _BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
 #: Ranks are never taken to be busier than this, or nothing would ever move.
@@ -50,12 +62,15 @@ def reusable_tokens(rank: RankView, request: RouteRequest) -> int:
     return int(request.reusable_tokens.get(rank.slot, 0) * rank.trust.ratio)
 
 
-def work_seconds(rank: RankView, request: RouteRequest) -> float:
-    """Prefill of what the rank does not hold, and the loading of what lies in a lower tier there."""
+def work_seconds(rank: RankView, request: RouteRequest, *, credit_ratio: float = 1.0) -> float:
+    """Prefill of what the rank does not hold, and the loading of what lies in a lower tier there.
+
+    Only ``credit_ratio`` of what it holds is taken to be there.
+    """
     prompt_tokens = request.prompt_tokens
-    reusable = reusable_tokens(rank, request)
+    reusable = int(credit_ratio * reusable_tokens(rank, request))
     computed = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - reusable, context_tokens=prompt_tokens)
-    loadable = request.loadable_tokens.get(rank.slot, 0) if request.loadable_tokens else 0
+    loadable = int(credit_ratio * request.loadable_tokens.get(rank.slot, 0)) if request.loadable_tokens else 0
     if loadable <= reusable:
         return computed
     rest = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - loadable, context_tokens=prompt_tokens)
@@ -82,21 +97,30 @@ def prices(
         factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
         move_seconds = factor * _saved_at_home(home, request)
     home_slot = None if home is None else home.slot
+    credit_ratio, sibling_weight = 1.0, 0.0
+    if request.home is None and request.session is not None:
+        if request.session.agent:
+            sibling_weight = _SIBLING_WEIGHT
+        else:
+            credit_ratio -= request.return_ratio * (1.0 - _SHARED_CREDIT_RATIO)
     found: list[Price] = []
     for rank, busy_ratio in zip(ranks, busy, strict=True):
         load, pace = rank.load, rank.pace
         own_seconds = work_seconds(rank, request)
+        to_others_seconds = sibling_weight * own_seconds
+        if credit_ratio < 1.0:
+            to_others_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
                 rank.slot,
-                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * own_seconds,
+                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * (own_seconds + to_others_seconds),
                 own_seconds,
                 _DECODE_STEPS
                 * pace.factor
                 * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
                 _evict_seconds(rank, added_tokens=uncached_tokens + request.output_tokens),
-                0.0 if rank.slot == home_slot else move_seconds,
+                to_others_seconds if home_slot is None or rank.slot == home_slot else move_seconds,
             )
         )
     return found

@@ -36,26 +36,67 @@ class PaceLearner:
     weigh more (1/n), so that a guess ten times off is gone after a handful of requests.
     """
 
-    def __init__(self, pace: RankPace) -> None:
-        self._pace = pace
+    def __init__(self, pace: RankPace, peers: PacePeers | None = None) -> None:
+        self.pace = pace
         self._samples = 0
         self._transfers = 0
+        self._peers = PacePeers() if peers is None else peers
+        self._peers.join(self)
+
+    @property
+    def is_untried(self) -> bool:
+        """Nothing has been observed of its prefills."""
+        return not self._samples
+
+    def leave(self) -> None:
+        """The rank is gone."""
+        self._peers.leave(self)
 
     def observe(self, *, served_seconds: float, uncached_tokens: int, context_tokens: int) -> None:
         """One first token came ``served_seconds`` after the rank began on it."""
         if uncached_tokens < MIN_SAMPLE_TOKENS or served_seconds <= 0.0:
             return
-        expected = prefill_seconds(self._pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
+        expected = prefill_seconds(self.pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
         self._samples += 1
-        self._pace.factor *= _correction(served_seconds / expected, samples=self._samples)
+        self.pace.factor *= _correction(served_seconds / expected, samples=self._samples)
+        self._peers.share()
 
     def observe_transfer(self, *, seconds: float, tokens: int) -> None:
         """A decode rank had ``tokens`` of a prompt fetched ``seconds`` after it was told where they are."""
         if tokens < MIN_SAMPLE_TOKENS or seconds <= 0.0:
             return
         self._transfers += 1
-        expected = tokens * self._pace.transfer_token_seconds
-        self._pace.transfer_token_seconds *= _correction(seconds / expected, samples=self._transfers)
+        expected = tokens * self.pace.transfer_token_seconds
+        self.pace.transfer_token_seconds *= _correction(seconds / expected, samples=self._transfers)
+
+
+class PacePeers:
+    """Ranks that are taken to be alike: one that has shown nothing yet is as fast as the others have shown to be.
+
+    Otherwise a prior that is too slow would let nobody try it, and one that is too fast would send everybody there.
+    """
+
+    def __init__(self) -> None:
+        self._learners: list[PaceLearner] = []
+
+    def join(self, learner: PaceLearner) -> None:
+        """One more rank."""
+        self._learners.append(learner)
+        self.share()
+
+    def leave(self, learner: PaceLearner) -> None:
+        """One less."""
+        self._learners.remove(learner)
+
+    def share(self) -> None:
+        """Tell the untried what the others have learned, by the mean of its logarithm."""
+        untried = [learner for learner in self._learners if learner.is_untried]
+        if not untried or len(untried) == len(self._learners):
+            return
+        tried = [math.log(learner.pace.factor) for learner in self._learners if not learner.is_untried]
+        factor = math.exp(math.fsum(tried) / len(tried))
+        for learner in untried:
+            learner.pace.factor = factor
 
 
 def _correction(ratio: float, *, samples: int) -> float:

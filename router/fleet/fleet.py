@@ -16,7 +16,7 @@ from router.core.breaker import BreakerParameters, Breakers, BreakerState
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
-from router.core.pace import PaceLearner, prior
+from router.core.pace import PaceLearner, PacePeers, prior
 from router.core.seen import TextIndex
 from router.core.session import SessionTable
 from router.core.types import (
@@ -77,6 +77,7 @@ class Fleet:
         self._members: dict[int, Member] = {}
         self._slots: dict[RankId, int] = {}
         self._geometries: dict[str, Geometry] = {}
+        self._peers: dict[frozenset[str], PacePeers] = {}
         self._indexes: dict[IndexKey, PrefixIndex] = {}
         metrics.sessions.set_function(lambda: len(self.sessions))
         metrics.index_entries.set_function(lambda: sum(map(len, self._indexes.values())))
@@ -112,7 +113,7 @@ class Fleet:
             models=models,
             status=RankStatus.PENDING,
             pace=pace,
-            learner=PaceLearner(pace),
+            learner=PaceLearner(pace, self._peers.setdefault(models, PacePeers())),
             load=self.loads.load(slot),
             pool_tokens=pool_tokens,
             cards=cards or {},
@@ -129,6 +130,7 @@ class Fleet:
         """Forget a rank with all it held, its load and its sessions."""
         member = self._members.pop(slot)
         del self._slots[member.id]
+        member.learner.leave()
         if member.index is not None:
             member.index.remove_rank(slot)
             member.index.provisional.forget(slot)

@@ -316,3 +316,15 @@ def test_what_outgrew_the_ranks_while_the_guard_was_off_is_shed() -> None:
     assert desk.admission.charged_tokens(0) == 500
     assert isinstance(desk.offer(ask("older", 500), now=1.0), Admit)
     assert isinstance(desk.offer(ask("newer", 450), now=1.0), Hold)
+
+
+def test_a_warm_head_ties_nobody_to_its_rank_where_there_is_room_elsewhere() -> None:
+    """Rank 0 holds most of the prompt, as it does of everybody's who shares its head; rank 1 has room. While another
+    waits, only the warm rank is open: room is the queue's."""
+    desk = Desk(fleet(2), AlwaysHold())
+    assert desk.offer(ask("new", 400, cached={0: 380})) == Admit(Passage.WARM, frozenset({0, 1}))
+
+    desk.send(ask("cold", 800))
+    desk.admission.start(ask("other", 800), 1, desk.view, now=0.0)
+    assert isinstance(desk.offer(ask("waits", 500)), Hold)
+    assert desk.offer(ask("warm", 200, cached={0: 190})) == Admit(Passage.WARM, frozenset({0}))

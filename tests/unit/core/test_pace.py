@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.core.pace import MIN_SAMPLE_TOKENS, PaceLearner, judge, prefill_seconds, prior
+from router.core.pace import MIN_SAMPLE_TOKENS, PaceLearner, PacePeers, judge, prefill_seconds, prior
 from router.core.types import RankPace, Trust
 
 
@@ -88,6 +88,33 @@ def test_what_cannot_measure_speed_is_ignored(uncached: int, served: float) -> N
     """Tiny prefills and impossible times."""
     pace = prior(1000)
     PaceLearner(pace).observe(served_seconds=served, uncached_tokens=uncached, context_tokens=1000)
+
+    assert pace.factor == 1.0
+
+
+def test_the_untried_are_taken_to_be_as_fast_as_the_tried() -> None:
+    """Four times the prior's seconds are half believed: 2. The second rank starts there; four times that makes it 4.
+    The third and one that joins later are taken at their mean, sqrt(8), until they show seconds of their own."""
+    peers, paces = PacePeers(), [prior(1000) for _ in range(4)]
+    first, second, third = (PaceLearner(pace, peers) for pace in paces[:3])
+    first.observe(served_seconds=seconds(4.0, uncached=1000, context=1000), uncached_tokens=1000, context_tokens=1000)
+    second.observe(served_seconds=seconds(8.0, uncached=1000, context=1000), uncached_tokens=1000, context_tokens=1000)
+    PaceLearner(paces[3], peers)
+
+    assert [pace.factor for pace in paces] == pytest.approx([2.0, 4.0, 8**0.5, 8**0.5])
+    slow = seconds(4 * 8**0.5, uncached=1000, context=1000)
+    third.observe(served_seconds=slow, uncached_tokens=1000, context_tokens=1000)
+    assert [pace.factor for pace in paces[2:]] == pytest.approx([2 * 8**0.5, (2 * 4 * 2 * 8**0.5) ** (1 / 3)])
+
+
+def test_who_has_left_teaches_nobody() -> None:
+    """A rank that joins after the only tried one has gone starts from the prior."""
+    peers = PacePeers()
+    gone = PaceLearner(prior(1000), peers)
+    gone.observe(served_seconds=4.0, uncached_tokens=1000, context_tokens=1000)
+    gone.leave()
+    pace = prior(1000)
+    PaceLearner(pace, peers)
 
     assert pace.factor == 1.0
 

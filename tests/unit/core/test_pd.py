@@ -105,6 +105,12 @@ def chosen(decision: Decision | None) -> tuple[int | None, int, Reason]:
 # --- the price, by brute force ----------------------------------------------------------------------
 
 
+def shared_seconds(rank: RankView, request: RouteRequest) -> float:
+    """Three fourths of what a conversation without a home saves: others could have used a copy made elsewhere."""
+    held = request.reusable_tokens.get(rank.slot, 0)
+    return TOKEN_SECONDS * rank.pace.factor * (held - held // 4)
+
+
 def pair_seconds(p: RankView, d: RankView, request: RouteRequest, *, move_weight: float, home: bool, at: bool) -> float:
     """The price of a pair as the page on disaggregation has it; idle ranks, no pools, no recent work.
 
@@ -122,6 +128,8 @@ def pair_seconds(p: RankView, d: RankView, request: RouteRequest, *, move_weight
     if not home:
         assert request.home is not None
         seconds += move_weight * TRANSFER_SECONDS * held.get(request.home, 0)
+    if request.prefill_home is None:
+        seconds += shared_seconds(p, request)
     if not at:
         assert request.prefill_home is not None
         seconds += move_weight * TOKEN_SECONDS * held.get(request.prefill_home, 0)
@@ -134,6 +142,8 @@ def alone_seconds(d: RankView, request: RouteRequest, *, move_weight: float, hom
     seconds = d.load.waiting_seconds + own
     seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     seconds += own * max(d.load.inflight - d.load.waiting, 1 if d.part.role is WorkerRole.DECODE else 0)
+    if request.home is None:
+        seconds += shared_seconds(d, request)
     if not home:
         assert request.home is not None
         seconds += move_weight * TOKEN_SECONDS * held.get(request.home, 0)

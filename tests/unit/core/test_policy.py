@@ -91,6 +91,25 @@ def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, ex
     assert decide(AFFINITY, fleet, request(reusable_tokens={0: 900}, home=0)) == expected
 
 
+@pytest.mark.parametrize(
+    ("who", "return_ratio", "bound_seconds"),
+    [
+        (None, 1.0, 0.9),  # nobody in particular: all that is saved
+        (SessionKey("t", "new"), 1.0, 0.225),  # one that begins: a fourth of it, the head being others', too
+        (SessionKey("t", "new"), 0.0, 0.9),  # unless nobody ever comes back
+        (SessionKey("t", "new", "child"), 1.0, 1.35),  # a subagent: half as much again
+    ],
+)
+def test_how_long_a_head_is_waited_for(who: SessionKey | None, return_ratio: float, bound_seconds: float) -> None:
+    """Rank 0 holds 900 of 1,000 tokens and is queued for: who has no home waits up to what the head is worth."""
+    for queued_seconds, slot in ((bound_seconds - 0.01, 0), (bound_seconds + 0.01, 1)):
+        fleet = Fleet(2)
+        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+        asked = request(reusable_tokens={0: 900}, session=who, return_ratio=return_ratio)
+
+        assert decide(AFFINITY, fleet, asked)[0] == slot
+
+
 def test_a_cold_session_is_free_to_move() -> None:
     """Home holds nothing any more: what it would save is nothing, and it queues."""
     fleet = Fleet(2)
