@@ -68,7 +68,8 @@ class Mover(Protocol):
     """Carries transfers out. Called by the rank's thread alone; the work itself is done elsewhere.
 
     Transfers between the same two places land in the order of their submission. ``overlaps``: a step may be launched
-    while its load is under way, since the runner waits at each layer for what that layer reads.
+    while its load is under way, since the runner waits at each layer for what that layer reads; when the step has
+    ended, the load has landed.
     """
 
     overlaps: bool

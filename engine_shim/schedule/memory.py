@@ -212,19 +212,18 @@ class Memory:
                 pool.free(pages)
         failed = []
         for entry in self._tenants:
-            if entry.load is not None and entry.load.started and not entry.load.outstanding:
-                if entry.load.failed:
-                    failed.append(entry)
-                else:
-                    self._loaded(entry)
+            if entry.load is not None and entry.load.failed:
+                failed.append(entry)
+            elif entry.load is not None and entry.load.started and not entry.load.outstanding:
+                self._loaded(entry)
         self.offload.write_back()
         return failed
 
     def landed(self, entry: Entry) -> None:
         """The step that read what a load writes has ended well, so it has landed."""
         if entry.load is not None and self.offload is not None:
-            for transfer in tuple(entry.load.outstanding):
-                self.offload.land(transfer, whole=True)
+            self.offload.poll()
+            assert not entry.load.outstanding, "the runner did not wait for a load"
             self._loaded(entry)
 
     def _loaded(self, entry: Entry) -> None:

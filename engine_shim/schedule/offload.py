@@ -17,6 +17,7 @@ A transfer that fails is a miss: copies that may be damaged are dropped, and who
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -57,6 +58,11 @@ class Offload:
         self._saving: Save | None = None
         self._unspilled: deque[Copy] = deque()
         self._spilling = False
+
+    @property
+    def generations(self) -> dict[Place, tuple[array[int], ...]]:
+        """For each place and group how often each slot has been freed."""
+        return {place: tuple(pool.generations for pool in shelf.pools) for place, shelf in self.copies.shelves.items()}
 
     @property
     def in_flight(self) -> int:
@@ -290,13 +296,10 @@ class Offload:
     def poll(self) -> None:
         """Take note of what has landed, and send what waited for that."""
         for landing in self._mover.landed():
-            self.land(landing.id, whole=landing.whole)
+            self._land(landing.id, whole=landing.whole)
 
-    def land(self, transfer: int, *, whole: bool) -> None:
-        """A transfer has ended; one that was known to have ended is passed over."""
-        flight = self._flights.pop(transfer, None)
-        if flight is None:
-            return
+    def _land(self, transfer: int, *, whole: bool) -> None:
+        flight = self._flights.pop(transfer)
         self.counters.failed_transfers += not whole
         for copy in flight.reads:
             if not whole and (not flight.writes or copy.place is Place.DISK):

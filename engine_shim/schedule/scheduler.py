@@ -281,10 +281,10 @@ class Scheduler:
                 self._memory.share(other)
             elif tokens > max(known_tokens, entry.lead_tokens):
                 entry.leader, entry.lead_tokens = other, tokens
-        if (leader := entry.leader) is None:
+        leader = entry.leader
+        if leader is None or leader.request.computed_tokens >= entry.lead_tokens:  # it is being loaded that far
             return
-        if entry.lead_tokens > leader.request.computed_tokens:
-            leader.stop_at(entry.lead_tokens)
+        leader.stop_at(entry.lead_tokens)
         chunk = chunks.get(leader)
         if chunk is not None and chunk.start + chunk.count > entry.lead_tokens:
             chunks[leader] = replace(chunk, count=entry.lead_tokens - chunk.start, samples=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,13 +16,23 @@ from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, Grou
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
 
 
-def replay(events: Iterable[Event], resident: dict[int, set[int | bytes]]) -> None:
-    """Follow the events: {group: hashes that are resident}. What each event must look like is the cache's test."""
+Resident = dict[tuple[str, int], set[int | bytes]]
+
+
+def replay(events: Iterable[Event], resident: Resident) -> None:
+    """Follow the events: {(medium, group): hashes that are resident}. Nothing is stored twice or removed in vain.
+
+    What else each event must look like is the cache's test.
+    """
     for event in events:
         if isinstance(event, BlockStored):
-            resident.setdefault(event.group, set()).update(event.hashes)
+            there = resident.setdefault((event.medium, event.group), set())
+            assert not there & set(event.hashes)
+            there.update(event.hashes)
         elif isinstance(event, BlockRemoved):
-            resident[event.group] -= set(event.hashes)
+            there = resident[event.medium, event.group]
+            assert there >= set(event.hashes)
+            there -= set(event.hashes)
         else:
             resident.clear()
 
@@ -63,23 +74,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups.append(CacheGroup(len(groups), GroupKind.STATE, (2,)))
             pages.append(state_slots)
         self.layout = CacheLayout(page, tuple(groups), tuple(pages), checkpoint_tokens=checkpoint_pages * page)
-        self.scheduler = Scheduler(
-            self.layout,
-            max_running=running,
-            chunk_tokens=chunk,
-            max_context_tokens=60,
-            eos_token_ids=frozenset({EOS}),
-            draft_tokens=drafts,
-        )
         self.chunk = chunk
         self.memory = KvMemory(self.layout, seed=seed)
-        self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
-        self.resident: dict[int, set[int | bytes]] = {}
+        self.build(max_running=running, draft_tokens=drafts)
+        self.resident: Resident = {}
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
         self.batch: Batch | None = None
+
+    def build(self, **options: Any) -> None:
+        """Scheduler and runner for the layout and the memory."""
+        self.scheduler = Scheduler(
+            self.layout, chunk_tokens=self.chunk, max_context_tokens=60, eos_token_ids=frozenset({EOS}), **options
+        )
+        self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
 
     @rule(
         tokens=st.lists(st.integers(1, 3), min_size=1, max_size=12),
@@ -184,9 +194,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.scheduler.check_integrity()
         replay(self.scheduler.take_events(), self.resident)
-        snapshot: dict[int, set[int | bytes]] = {}
+        snapshot: Resident = {}
         replay(self.scheduler.snapshot_events(), snapshot)
-        assert {group: hashes for group, hashes in self.resident.items() if hashes} == snapshot
+        assert {where: hashes for where, hashes in self.resident.items() if hashes} == snapshot
+
+    def settle(self) -> None:
+        """Let what goes on beside the steps come to its end."""
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -196,6 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.steps(1)
         assert all(request.finish is not None for request in self.requests.values()), "a request is stuck"
+        self.settle()
         stats = self.scheduler.stats()
         assert stats.used_pages == stats.evictable_pages, "a request left pages or locks behind"
 
