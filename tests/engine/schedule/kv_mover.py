@@ -1,7 +1,7 @@
 """A mover over ``KvMemory`` whose transfers take as long as a test wants, and sometimes do not arrive.
 
-Contents are copied at the moment of *landing*, and until then the targets hold what belongs nowhere. So a source that is
-written or a target that is read too early is a wrong fingerprint, on the device or in a copy.
+Contents are copied at the moment of *landing*, and until then the targets hold what belongs nowhere. So a source that
+is written or a target that is read too early is a wrong fingerprint, on the device or in a copy.
 """
 
 from __future__ import annotations

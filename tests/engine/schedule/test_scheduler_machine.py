@@ -15,7 +15,6 @@ from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, GroupKind, Output, Request, Sampling
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
 
-
 Resident = dict[tuple[str, int], set[int | bytes]]
 
 
