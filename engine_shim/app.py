@@ -32,7 +32,7 @@ from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import Handing, ServedModel, create_app
-from engine_shim.settings import Device, Dtype, Role, RunnerKind, ShimSettings
+from engine_shim.settings import Device, DraftKind, Dtype, Role, RunnerKind, ShimSettings
 from engine_shim.transfer.legs import RankPages, Transfer
 from engine_shim.transfer.link import Offers
 from engine_shim.transfer.parcel import NoContents
@@ -234,6 +234,7 @@ def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, lim
             chunk_tokens=settings.chunk_tokens,
             max_context_tokens=limit,
             eos_token_ids=frozenset(card.eos_token_ids),
+            draft_tokens=settings.draft_tokens,
         )
     except ValueError as error:
         raise StartError(f"window_pool_tokens: {error}") from error
@@ -242,6 +243,8 @@ def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, lim
 def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Callable[[], Runner]:
     """What makes each rank's runner. Weights are loaded here, once, and shared by the ranks."""
     if settings.runner is RunnerKind.SIM:
+        if settings.speculative is not None:
+            raise StartError("speculative: a timing model has nothing to try drafts with; use --runner torch")
         times = StepTimes(
             prefill_tokens_per_second=settings.sim_prefill_rate,
             decode_step_seconds=settings.sim_decode_step / 1000,
@@ -251,8 +254,13 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
         )
     decoder = _torch_decoder(settings, card)
     from engine_shim.runner.torch_runner import TorchRunner
+    from engine_shim.speculative.ngram import NgramDrafter
 
-    return functools.partial(TorchRunner, decoder, layout)
+    def torch_runner() -> TorchRunner:
+        drafter = NgramDrafter() if settings.drafts is DraftKind.NGRAM else None
+        return TorchRunner(decoder, layout, drafter=drafter)
+
+    return torch_runner
 
 
 def _shadowed(settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler) -> Runner:

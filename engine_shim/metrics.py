@@ -138,6 +138,12 @@ _COUNTERS: Mapping[str, tuple[_Read, str]] = {
     "vllm:prompt_tokens": (lambda stats: stats.queried_tokens, "Prompt tokens of admitted requests."),
     "vllm:prompt_tokens_cached": (lambda stats: stats.cached_tokens, "Prompt tokens not computed again."),
     "vllm:num_preemptions": (lambda stats: stats.preemptions, "Running requests put back for want of pages."),
+    "vllm:spec_decode_num_drafts": (lambda stats: stats.drafts, "Steps of a request in which drafts were tried."),
+    "vllm:spec_decode_num_draft_tokens": (lambda stats: stats.drafted_tokens, "Draft tokens tried."),
+    "vllm:spec_decode_num_accepted_tokens": (
+        lambda stats: sum(stats.accepted_tokens),
+        "Draft tokens that held.",
+    ),
 }
 _HISTOGRAMS: Mapping[str, tuple[Callable[[Latencies], Histogram], str]] = {
     "vllm:time_to_first_token_seconds": (lambda seen: seen.first_token, "Arrival to first token."),
@@ -205,6 +211,7 @@ class ShimCollector(Collector):
             yield histogram
         yield self._finished(values)
         yield self._by_source(stats)
+        yield self._accepted(stats)
         yield self._cache_config()
 
     def _finished(self, values: Iterable[tuple[tuple[str, str], MeasuredRank]]) -> Metric:
@@ -223,6 +230,15 @@ class ShimCollector(Collector):
             tokens.add_metric((*label, "local_compute"), stat.queried_tokens - stat.cached_tokens)
             tokens.add_metric((*label, "local_cache_hit"), stat.cached_tokens)
         return tokens
+
+    def _accepted(self, stats: Iterable[tuple[tuple[str, str], Stats]]) -> Metric:
+        labels = ("model_name", "engine", "position")
+        text = "Draft tokens that held, by their place behind the last known token, the first being 0."
+        accepted = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", text, labels=labels)
+        for label, stat in stats:
+            for place, count in enumerate(stat.accepted_tokens):
+                accepted.add_metric((*label, str(place)), count)
+        return accepted
 
     def _cache_config(self) -> Metric:
         labels = ("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens", "sliding_window")

@@ -26,6 +26,13 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class DraftKind(StrEnum):
+    """Who proposes drafts."""
+
+    NGRAM = "ngram"
+    HEAD = "draft"
+
+
 class RunnerKind(StrEnum):
     """What a forward pass is."""
 
@@ -109,6 +116,12 @@ class ShimSettings(BaseModel):
     )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
+    speculative: str | None = Field(
+        None,
+        pattern=r"^(ngram|draft):([1-9]|1\d|20)$",
+        description="KIND:K: try up to K drafts a step, which change no answer. ngram: out of the request's own text; "
+        "draft: of the model's own draft head.",
+    )
     shadow_steps: Annotated[int, Field(ge=0)] = Field(
         16, description="Of every so many steps check one request's cache slots against their shadow; 0 for never."
     )
@@ -123,6 +136,16 @@ class ShimSettings(BaseModel):
         10.0, description="How long running requests may go on after SIGTERM or Ctrl-C."
     )
     log_level: LogLevel = Field(LogLevel.INFO, description="Least serious line that is logged.")
+
+    @property
+    def drafts(self) -> DraftKind | None:
+        """Who proposes drafts, if anybody does."""
+        return None if self.speculative is None else DraftKind(self.speculative.partition(":")[0])
+
+    @property
+    def draft_tokens(self) -> int:
+        """How many drafts a request may have tried in one step."""
+        return 0 if self.speculative is None else int(self.speculative.partition(":")[2])
 
 
 def load_settings(arguments: Mapping[str, object], environment: Mapping[str, str]) -> ShimSettings:
