@@ -19,6 +19,9 @@ conversation names the session.
 | body ``session_params.session_id``, ``metadata.session_id`` | SGLang, LiteLLM |
 | body ``metadata.user_id`` with a session inside | Claude Code through gateways |
 | body ``user`` | OpenAI, deprecated |
+
+A conversation that names a parent beside itself (``x-dynamo-parent-session-id``, ``x-parent-session-id``,
+``x-codex-parent-thread-id``) is a subagent under its own name.
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ _HEADERS = (
 )
 _NAMES = frozenset(_HEADERS)
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
+_PARENT_HEADERS = ("x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id")
+#: The agent of a conversation that says no more than that it has a parent.
+_CHILD = "child"
 _LATE_HEADERS = ("x-correlation-id",)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
@@ -69,6 +75,9 @@ def identify(
         if value := headers.get(name):
             agent = _clean(value)
             break
+    else:
+        if any(headers.get(name) for name in _PARENT_HEADERS):
+            agent = _CHILD
     for name in map(str.lower, first):
         if name not in _CREDENTIALS and (value := headers.get(name)):
             return SessionKey(tenant, _clean(value), agent)
