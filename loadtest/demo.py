@@ -8,7 +8,6 @@ text are asked for through warm caches. Every process that was started is ended.
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from engine_shim.model.needle_text import facts, haystack
-from loadtest.processes import HomingProcess, ProcessError, router, running
+from loadtest.processes import HomingProcess, ProcessError, end_on_signals, router, running
 
 POLICIES = ("round_robin", "affinity")
 SESSIONS = ("--sessions", "10", "--turns", "30", "--lanes", "6", "--seed", "1", "--scale-time", "0")
@@ -34,8 +33,7 @@ def main() -> int:
     """Run the demo. 0: affinity came near the ideal, without errors, and all needles were right; else 1."""
     argparse.ArgumentParser(prog="make demo", description=__doc__).parse_args()
     console = Console()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # however it is ended, it ends what it started
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     try:
         with tempfile.TemporaryDirectory(prefix="homing-demo-") as folder:
             return _demo(Path(folder), console)

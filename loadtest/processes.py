@@ -23,17 +23,22 @@ class ProcessError(Exception):
 
 
 class Process:
-    """A command whose output goes to a log in the folder ``logs``."""
+    """A command, not yet started, whose output goes to a log in the folder ``logs``."""
 
     #: Whether what it prints is read here instead.
     _is_read = False
 
     def __init__(self, name: str, command: Sequence[str], *, logs: Path) -> None:
         self.name = name
+        self._command = command
         self._log = logs / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; from here on it must be stopped."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdout=subprocess.PIPE if self._is_read else log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -43,23 +48,26 @@ class Process:
     @property
     def has_ended(self) -> bool:
         """No process is left of it."""
-        return self._process.poll() is not None
+        return self._process is None or self._process.poll() is not None
 
     def failed(self, what: str) -> ProcessError:
         """The error to raise about it."""
         return ProcessError(f"{self.name} {what}:\n{self._log.read_text(errors='replace')[-2000:]}")
 
     def stop(self) -> None:
-        """Ask it to stop; kill it if it has not after a while."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """Ask it to stop, if it was started; kill it if it has not after a while."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_SECONDS)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+                process.kill()
+                process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 class HomingProcess(Process):
@@ -72,6 +80,7 @@ class HomingProcess(Process):
 
     def ready(self) -> dict[str, str]:
         """Wait for the ready line. Raises ``ProcessError`` if the process ends without one."""
+        assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
             words = line.decode().split()
@@ -81,10 +90,18 @@ class HomingProcess(Process):
         raise self.failed("did not start")
 
 
+def end_on_signals() -> None:
+    """Let a process that is told to end leave its ``with`` blocks, and so end what it started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def running(processes: Sequence[HomingProcess]) -> Iterator[list[dict[str, str]]]:
-    """Wait until all are ready; end all, whatever happens."""
+    """Start all and wait until they are ready; end all, whatever happens."""
     try:
+        for process in processes:
+            process.start()
         with ThreadPoolExecutor(len(processes)) as pool:
             yield list(pool.map(HomingProcess.ready, processes))
     finally:
