@@ -54,18 +54,21 @@ class Process:
         """The error to raise about it."""
         return ProcessError(f"{self.name} {what}:\n{self._log.read_text(errors='replace')[-2000:]}")
 
-    def stop(self) -> None:
-        """Ask it to stop, if it was started; kill it if it has not after a while."""
+    def end(self) -> None:
+        """Ask it to stop, if it was started."""
+        if not self.has_ended and self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """See it end; kill it if it has not after a while."""
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         if process.stdout is not None:
             process.stdout.close()
 
@@ -105,8 +108,10 @@ def running(processes: Sequence[HomingProcess]) -> Iterator[list[dict[str, str]]
         with ThreadPoolExecutor(len(processes)) as pool:
             yield list(pool.map(HomingProcess.ready, processes))
     finally:
-        for process in reversed(processes):
-            process.stop()
+        for process in processes:
+            process.end()
+        for process in processes:
+            process.wait()
 
 
 @contextlib.contextmanager
