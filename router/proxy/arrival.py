@@ -165,7 +165,7 @@ class Arrival:
         assert self._outbound is not None
         self._stop()
         forwarder = self._arrivals.forwarder
-        kind = PairForwarding if forwarder.brain.makes_pairs else Forwarding
+        kind = PairForwarding if prepared.is_splittable else Forwarding
         kind(forwarder, self._exchange, prepared, self._outbound).begin()
 
     # --- called by the client -------------------------------------------------------------------

@@ -98,7 +98,7 @@ class RouterBrain(Models):
             output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
             seed=seed,
             plain_seed=plain_seed,
-            handovers=contracts(request),
+            handovers=contracts(request) if self.makes_pairs else frozenset(),
         )
         if prompt is not None:
             self._metrics.tokenize_seconds.observe(self._fleet.clock() - started)

@@ -40,6 +40,11 @@ class PreparedRequest:
     allowed: frozenset[int] | None = None
     _keys: dict[int, Sequence[int]] = field(default_factory=dict)
 
+    @property
+    def is_splittable(self) -> bool:
+        """Prompt and answer may be computed on different ranks."""
+        return bool(self.handovers)
+
     def know_keys(self, keys: Mapping[Chain, Sequence[int]]) -> None:
         """Keys that came with the tokens. Others are hashed when they are asked for."""
         self._keys.update((chain.block_tokens, known) for chain, known in keys.items() if chain.seed == self.seed)

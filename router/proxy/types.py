@@ -76,6 +76,10 @@ class Prepared(Protocol):
     @property
     def model(self) -> str: ...
 
+    @property
+    def is_splittable(self) -> bool:
+        """Attempts may have a prefill leg."""
+
 
 class Held(Protocol):
     """A request that waits for room in the caches."""
@@ -102,10 +106,6 @@ class Stage(Protocol):
 
 class Brain(Protocol):
     """The decision side of the router as the data plane sees it."""
-
-    @property
-    def makes_pairs(self) -> bool:
-        """Whether attempts may have a prefill leg."""
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Prepared:
         """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""

@@ -48,6 +48,8 @@ class Trace:
                 "homing.attempts": attempt,
             }
         )
+        if decision.prefill is not None:
+            self._span.set_attribute("homing.prefill_rank", str(decision.prefill.id))
 
     def first_byte(self) -> None:
         """The answer's body begins."""

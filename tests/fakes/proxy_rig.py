@@ -52,6 +52,7 @@ class FakeLease:
 @dataclass(frozen=True)
 class FakePrepared:
     model: str
+    is_splittable: bool = False
 
 
 @dataclass
@@ -63,7 +64,6 @@ class FakeBrain:
     prepared: list[tuple[InferenceRequest, Mapping[str, str]]] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
     preparing: asyncio.Event | None = None
-    makes_pairs: bool = False
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> FakePrepared:
         self.prepared.append((request, headers))
