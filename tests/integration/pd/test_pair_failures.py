@@ -473,6 +473,34 @@ async def test_the_clients_own_time() -> None:
         assert found.outcomes(found.prefill) == found.outcomes(found.decode) == {"deadline": 1}
 
 
+async def test_a_prefill_leg_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the answer is over its prefill leg may still say a last word; then it is ended, and held against nobody."""
+    monkeypatch.setattr("router.proxy.pair._LATE_SECONDS", 0.1)
+    async with pairs((SILENT,), (OK,)) as found:
+        assert (await found.world.ask("s")).body == OK_BODY
+        await found.until_quiet()
+        assert found.outcomes(found.prefill) == found.outcomes(found.decode) == {"ok": 1}
+        await until(lambda: found.prefill.open == 0)
+
+
+async def test_usage_of_the_prefill_leg() -> None:
+    """What a prefill rank reports, whole or in a stream, is what the hit rate counts; the decode rank's word is not."""
+    usage = {"prompt_tokens": 40, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}}
+    streamed: Script = (0.03, stream_head(), DELTA, chunk(event({"choices": [], "usage": usage})), END)
+    for prefill in (streamed, (0.03, answer(200, json.dumps({"choices": [], "usage": usage}).encode()))):
+        async with pairs((prefill,), (OK,)) as found:
+            assert (await found.world.ask("s")).status == 200
+            await found.until_quiet()
+            counted = [
+                sum(
+                    found.world.count(f"homing_{name}_total", worker=f"w{slot}", rank="0")
+                    for slot in found.prefill.slots + found.decode.slots
+                )
+                for name in ("prompt_tokens", "cached_tokens")
+            ]
+            assert counted == [40, 16]
+
+
 @pytest.mark.parametrize("is_prefill", [True, False])
 async def test_a_stale_connection_never_brings_a_room_twice(*, is_prefill: bool) -> None:
     """A kept connection that proves closed costs nothing; the ranks are asked again, to meet in another room."""
