@@ -1,7 +1,7 @@
 """``homing bench index``: hashing, events, lookups and memory of the cache index.
 
-The shape of each part is that of Dynamo's own index bench: 100,000 tokens in blocks of 16; chains of 2,000 blocks, each
-stored by one event on the next rank; lookups of whole chains that ranks hold to mixed depths.
+100,000 tokens in blocks of 16; chains of 2,000 blocks, each stored by one event on the next rank; lookups of a whole
+chain that ranks hold to mixed depths. ``--beside`` gives the same work to Dynamo's Rust index, in turn with this one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import gc
 import json
 import random
 import statistics
+import subprocess
 import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 from router.core.index import PrefixIndex
+from router.core.rank_state import keys_of_event
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored
 
@@ -29,14 +32,18 @@ _VOCABULARY = 150_000
 _RANKS = (64, 1_000)
 _LOOKUP_CHAINS = 2
 _FURTHER_HOLDERS = 63
+_PEER = Path(__file__).with_name("index_peer.py")
+_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians. ``hash`` is of a cold prompt from ids to keys; ``apply`` begins with decoded events."""
+    """Medians. ``hash`` is of a cold prompt from ids to keys; ``apply`` begins with decoded events, without and with
+    the hashing of their tokens."""
 
     hash_100k_tokens_ms: float
     apply_blocks_per_s: int
+    hash_and_apply_blocks_per_s: int
     lookup_us: float
     bytes_per_block: int
     bytes_per_further_holder: float
@@ -50,7 +57,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--sequences", type=int, default=128, help="chains of 2,000 blocks (default: 128)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--beside",
+        metavar="PYTHON",
+        help="an interpreter that has ai-dynamo-runtime: measure Dynamo's index as well, in turns, and give ratios",
+    )
     options = parser.parse_args(argv)
+    if options.beside:
+        return _beside(options.beside, sequences=options.sequences, seed=options.seed, as_json=options.json)
     small, large = (measure(ranks, sequences=options.sequences, seed=options.seed) for ranks in _RANKS)
     if options.json:
         print(json.dumps({**asdict(small), "ranks": _RANKS[0], f"ranks_{_RANKS[1]}": asdict(large)}))
@@ -61,22 +75,52 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _beside(python: str, *, sequences: int, seed: int, as_json: bool) -> int:
+    """Both indexes in turns, at the smaller number of ranks; medians and their ratios. Returns the exit status."""
+    arguments = [str(number) for number in (_RANKS[0], sequences, _CHAIN_BLOCKS, seed)]
+    own: list[dict[str, float]] = []
+    peer: list[dict[str, float]] = []
+    for _ in range(_TURNS):
+        own.append(asdict(measure(_RANKS[0], sequences=sequences, seed=seed)))
+        run = subprocess.run(  # noqa: S603 - the interpreter that the user named
+            [python, str(_PEER), *arguments], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            print(f"{python} cannot measure Dynamo's index (pip install ai-dynamo-runtime):\n{run.stderr.strip()}")
+            return 1
+        peer.append(json.loads(run.stdout))
+    figures = {
+        name: {"homing": statistics.median(each[name] for each in own), "dynamo": statistics.median(values)}
+        for name in peer[0]
+        if (values := [each[name] for each in peer])
+    }
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    print(f"{'':28} {'homing':>12} {'dynamo':>12} {'ratio':>8}")
+    for name, pair in figures.items():
+        print(f"{name:28} {pair['homing']:>12,} {pair['dynamo']:>12,} {pair['homing'] / pair['dynamo']:>8.2f}")
+    return 0
+
+
 def measure(ranks: int, *, sequences: int, seed: int) -> Measured:
     """Fill an index over ``ranks`` ranks and take all its times."""
     rng = random.Random(seed)
     tokens = [rng.randrange(_VOCABULARY) for _ in range(_HASH_TOKENS)]
     hashing = _median_seconds(lambda: block_keys(tokens, block_tokens=_BLOCK_TOKENS, parent=1), times=7)
+    applied, hashed_and_applied = _apply(ranks, rng=rng, sequences=sequences)
     return Measured(
         hash_100k_tokens_ms=round(hashing * 1e3, 3),
-        apply_blocks_per_s=round(_apply(ranks, rng=rng, sequences=sequences)),
+        apply_blocks_per_s=round(applied),
+        hash_and_apply_blocks_per_s=round(hashed_and_applied),
         lookup_us=round(_lookup(ranks, rng=rng) * 1e6, 1),
         bytes_per_block=round(_bytes_per_block(ranks, rng=rng, sequences=sequences)),
         bytes_per_further_holder=round(_bytes_per_further_holder(ranks, rng=rng), 2),
     )
 
 
-def _apply(ranks: int, *, rng: random.Random, sequences: int) -> float:
-    """Blocks a second: chains that nobody held, each on the next rank."""
+def _apply(ranks: int, *, rng: random.Random, sequences: int) -> tuple[float, float]:
+    """Blocks a second, without and with hashing: chains that nobody held, each on the next rank."""
     events = [_stored(_chain(rng)) for _ in range(sequences)]
 
     def fill() -> None:
@@ -84,7 +128,13 @@ def _apply(ranks: int, *, rng: random.Random, sequences: int) -> float:
         for number, event in enumerate(events):
             index.apply(number % ranks, event)
 
-    return sequences * _CHAIN_BLOCKS / _median_seconds(fill, times=3)
+    def hash_all() -> None:
+        for event in events:
+            keys_of_event(event, None, unit_tokens=_BLOCK_TOKENS)
+
+    whole, hashing = (_median_seconds(run, times=3) for run in (fill, hash_all))
+    blocks = sequences * _CHAIN_BLOCKS
+    return blocks / (whole - hashing), blocks / whole
 
 
 def _lookup(ranks: int, *, rng: random.Random) -> float:

@@ -226,7 +226,9 @@ def _replay_end(state: Continuity) -> Step:
     if not state.is_verified:
         return _after([ReplayDone(ReplayResult.INCOMPLETE)], _begin_anew(state, Cause.REPLAY, held=()))
     if state.expected is None and state.held:  # the buffer begins later, or there was nothing yet
-        state = replace(state, expected=state.held[0][0] if state.has_parts else 0)
+        epoch = state.epoch or state.held[-1][1].epoch
+        held = tuple(item for item in state.held if item[1].epoch == epoch)
+        state = replace(state, expected=held[0][0] if state.has_parts else 0, epoch=epoch, held=held)
     state, actions = _drain(state)
     if not state.held:
         return _settle(state, [ReplayDone(ReplayResult.WHOLE), *actions])

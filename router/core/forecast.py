@@ -15,7 +15,7 @@ none, it is the most that was held when a block had to go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.core.recency import Recency, Stretch
@@ -124,12 +124,12 @@ class Pool:
                     self.begun(allocation)
                     self._settle(allocation)
 
-    def removed(self, keys: Sequence[int], *, copies: int, is_held: Callable[[int], bool]) -> None:
+    def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave blocks up. Before, it held so many copies."""
         if not self._is_known and not self._is_radix:
             self._blocks = max(self._blocks or 0, copies)
         for key in reversed(keys):
-            self._order.remove(key, is_held)
+            self._order.remove(key)
         self._forecast = None
 
     def cleared(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
 from router.core.usable import Geometry, Rule
 from router.wire.block_keys import block_keys, namespace_seed
@@ -16,6 +18,64 @@ MAX_UNNAMED = 65536
 
 
 @dataclass(slots=True)
+class Names:
+    """Engines' names for blocks, of one domain. ``places`` are of the chains.
+
+    ``strays`` are keys of blocks whose place is gone and which sparse groups still hold. ``others`` are further places
+    of names that stand for several blocks of one text (``core/namespaces``).
+    """
+
+    places: dict[EngineHash, int] = field(default_factory=dict)
+    strays: dict[EngineHash, int] = field(default_factory=dict)
+    others: dict[EngineHash, list[int]] = field(default_factory=dict)
+
+    def learn(self, names: Sequence[EngineHash], places: Iterable[int], *, keeps_others: bool = False) -> None:
+        """Blocks were stored under these names."""
+        if keeps_others:
+            places = list(places)
+            for name, place in zip(names, places, strict=True):
+                if (known := self.places.get(name, place)) != place:
+                    others = self.others.setdefault(name, [])
+                    others[:] = [*(each for each in others if each not in (known, place)), known]
+        self.places.update(zip(names, places, strict=True))
+        if self.strays:
+            for name in names:
+                self.strays.pop(name, None)
+
+    def all_places(self, name: EngineHash) -> Sequence[int]:
+        """The places a name stands for."""
+        place = self.places.get(name)
+        return () if place is None else (*self.others.get(name, ()), place)
+
+    def forget(self, name: EngineHash, place: int, *, stray: int | None) -> None:
+        """Nobody holds the block at a place any more. ``stray`` is its key, if sparse groups do."""
+        kept = [each for each in self.all_places(name) if each != place]
+        self._set_places(name, kept)
+        if stray is not None and not kept:
+            self.strays[name] = stray
+
+    def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> None:
+        """Let go of names whose block nobody holds."""
+        for name in [name for name, place in self.places.items() if name in self.others or not runs.is_held(place)]:
+            places = self.all_places(name)
+            keys = [key for place in places if (key := runs.key(place)) is not None and is_sparse(key)]
+            self._set_places(name, [place for place in places if runs.is_held(place)])
+            if keys and name not in self.places:
+                self.strays[name] = keys[-1]
+        for name in [name for name, key in self.strays.items() if not is_sparse(key)]:
+            del self.strays[name]
+
+    def _set_places(self, name: EngineHash, places: Sequence[int]) -> None:
+        self.others.pop(name, None)
+        if not places:
+            del self.places[name]
+            return
+        self.places[name] = places[-1]
+        if len(places) > 1:
+            self.others[name] = list(places[:-1])
+
+
+@dataclass(slots=True)
 class RankState:
     """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one.
 
@@ -24,8 +84,9 @@ class RankState:
     """
 
     bit: int
-    names: dict[EngineHash, int]
+    names: Names
     geometry: Geometry
+    chains: Chains
     pool: Pool | None = None
     blocks: int = 0
     applied_blocks: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 
 class Stretch:
@@ -48,6 +48,7 @@ class Recency:
         self._order: OrderedDict[Stretch, None] = OrderedDict()
         self._by_first: dict[int, Stretch] = {}
         self._by_last: dict[int, Stretch] = {}
+        self._gone: set[int] = set()  # out of turn: let go of with the block behind it
 
     def __len__(self) -> int:
         return len(self._order)
@@ -57,6 +58,8 @@ class Recency:
 
     def add(self, parent: int | None, keys: Sequence[int]) -> None:
         """Blocks were stored behind ``parent``, which is a use."""
+        if self._gone:
+            self._gone.difference_update(keys)
         known = self.use(keys) if keys[0] in self._by_first else 0
         if known == len(keys):
             return
@@ -91,14 +94,16 @@ class Recency:
             self._order.move_to_end(used)
         return sum(count for _, count in path)
 
-    def remove(self, key: int, is_held: Callable[[int], bool]) -> None:
+    def remove(self, key: int) -> None:
         """The rank gave a block up. Tails go first; one that went out of turn is let go of with the block behind it."""
         stretch = self._by_last.pop(key, None)
         if stretch is None:
+            self._gone.add(key)
             return
         first = stretch.keys[0]
-        while stretch.keys and not is_held(stretch.keys[-1]):
-            stretch.keys.pop()
+        stretch.keys.pop()
+        while stretch.keys and stretch.keys[-1] in self._gone:
+            self._gone.remove(stretch.keys.pop())
         if stretch.keys:
             self._by_last[stretch.keys[-1]] = stretch
         else:
@@ -109,6 +114,7 @@ class Recency:
         self._order.clear()
         self._by_first.clear()
         self._by_last.clear()
+        self._gone.clear()
 
     def _cut(self, stretch: Stretch, count: int) -> Stretch:
         """Make the first blocks a stretch of their own and return it; the rest keeps its place in the order."""

@@ -114,40 +114,6 @@ def slots_of(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def only(mask: Mask, members: int) -> Mask:
-    """The mask without the slots that are not among ``members``."""
-    return lambda key: (mask(key) or 0) & members
-
-
-def depths(keys: Sequence[int], mask: Mask, *, limit: int) -> dict[int, int]:
-    """How many blocks from the start each slot holds, up to ``limit``; slots that hold none are left out.
-
-    What a slot holds must be downward closed, so the places where slots end are found by halving: a stretch whose both
-    ends are held by the same slots is not looked into.
-    """
-    if limit <= 0:
-        return {}
-    first = mask(keys[0]) or 0
-    last = (mask(keys[limit - 1]) or 0) & first
-    found = dict.fromkeys(slots_of(last), limit)
-    stretches = [(0, limit - 1, first & ~last)] if first != last else []
-    while stretches:
-        low, high, ending = stretches.pop()  # these hold block `low` and not block `high`
-        while high - low > 1:
-            middle = (low + high) >> 1
-            between = (mask(keys[middle]) or 0) & ending
-            if between == ending:
-                low = middle
-            elif not between:
-                high = middle
-            else:
-                stretches.append((low, middle, ending & ~between))
-                low, ending = middle, between
-        for slot in slots_of(ending):
-            found[slot] = high
-    return found
-
-
 def boundary(
     keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], rules: Mapping[int, Rule], align: int = 1
 ) -> int:

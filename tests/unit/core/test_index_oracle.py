@@ -153,11 +153,11 @@ class IndexMachine(RuleBasedStateMachine):
         """An index that holds nothing has no copy counts and, after a sweep, no names or links."""
         if hasattr(self, "held") and not any(count > 0 for held in self.held.values() for count in held.values()):
             self.index._sweep()
-            tables = (self.index._dense, *self.index._sparse.values())
-            assert not any(table.masks or table._more for table in tables)
-            assert not self.index._dense._children
-            assert not self.index._dense.stranded
-            assert not any(self.index._names.values())
+            assert not any(table.masks or table._more for table in self.index._sparse.values())
+            assert not any(chains._firsts or chains._copies for chains in self.index._chains.values())
+            assert not self.index._runs.by_number
+            assert not any(names.places or names.strays or names.others for names in self.index._names.values())
+            assert len(self.index) == 0
 
 
 IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

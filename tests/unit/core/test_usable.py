@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rule_of, slots_of
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, rule_of, slots_of
 
 
 @settings(deadline=None)
@@ -14,23 +14,6 @@ from router.core.usable import Geometry, Kind, Mask, Rule, boundary, depths, rul
 def test_slots_are_listed_from_the_lowest(slots: set[int]) -> None:
     """A mask's bits, in order, beyond 64 too."""
     assert list(slots_of(sum(1 << slot for slot in slots))) == sorted(slots)
-
-
-@settings(deadline=None)
-@given(
-    held=st.dictionaries(st.integers(0, 90), st.integers(0, 12), max_size=8),
-    blocks=st.integers(1, 12),
-    limit=st.integers(-1, 12),
-)
-def test_depth_is_counted_block_by_block(held: dict[int, int], blocks: int, limit: int) -> None:
-    """Each rank holds some first blocks: as many of them as the prompt has, up to the limit."""
-    limit = min(limit, blocks)
-
-    def mask(key: int) -> int:
-        return sum(1 << slot for slot, count in held.items() if key < count)
-
-    expected = {slot: min(count, limit) for slot, count in held.items() if min(count, limit) > 0}
-    assert depths(range(blocks), mask, limit=limit) == expected
 
 
 def masks_of(held: dict[int, set[int]], *, bit: int, rules: dict[int, Rule]) -> dict[int, Mask]:

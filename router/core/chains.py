@@ -1,0 +1,391 @@
+"""Which rank holds how much of which chain of blocks: the dense groups of the index.
+
+Blocks that follow one another are kept as *runs*, not one by one. A chain key stands for its block and all before it,
+so one comparison tells whether a whole stretch of two chains is the same, and a run needs no more than its first key to
+be found. What a rank holds of a run nearly always is its beginning: one number. Where it is not (an inner block left
+before the ones behind it), the rank's blocks of that run stand in a bit set instead.
+
+A *place* is one number for a run and a position in it. Engines' names for blocks are mapped onto places. A place never
+comes to mean another block: a run that has lost its end is not continued, what follows it begins a run of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+#: Positions in a run: its longest length, and the factor between the numbers of two runs.
+RUN_BLOCKS = 1 << 22
+
+
+@dataclass(slots=True, eq=False)
+class Holders:
+    """Who holds what of a run: ``cuts[slot]`` blocks from its start; ``odd[slot]`` are bits, where that is not all."""
+
+    cuts: dict[int, int] = field(default_factory=dict)
+    odd: dict[int, int] = field(default_factory=dict)
+    _longest: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.cuts or self.odd)
+
+    def bits(self, slot: int) -> int:
+        """What a slot holds, block 0 in the lowest bit."""
+        return self.odd.get(slot) or (1 << self.cuts.get(slot, 0)) - 1
+
+    def holds(self, slot: int, at: int) -> bool:
+        """Whether a slot holds one block."""
+        return at < self.cuts.get(slot, 0) or bool(self.odd.get(slot, 0) >> at & 1)
+
+    def gain(self, slot: int, start: int, stop: int) -> int:
+        """A slot stores the blocks from ``start`` on. Returns, as bits from ``start``, which of them it had already."""
+        if slot not in self.odd and self.cuts.get(slot, 0) == start:
+            self._set_cut(slot, stop)
+            return 0
+        bits = self.bits(slot)
+        span = (1 << stop - start) - 1
+        self._set_bits(slot, bits | span << start)
+        return bits >> start & span
+
+    def lose(self, slot: int, at: int) -> bool:
+        """A slot loses a block; False if it did not hold it."""
+        if not self.holds(slot, at):
+            return False
+        if slot not in self.odd and self.cuts[slot] == at + 1:
+            self._set_cut(slot, at)
+        else:
+            self._set_bits(slot, self.bits(slot) & ~(1 << at))
+        return True
+
+    def drop(self, slot: int) -> None:
+        """A slot holds nothing of the run any more."""
+        self._set_bits(slot, 0)
+
+    def cut_to(self, length: int) -> Iterator[tuple[int, int]]:
+        """Nobody holds anything from ``length`` on. Yields each slot that did, with how many blocks."""
+        for slot in [slot for slot, cut in self.cuts.items() if cut > length] + list(self.odd):
+            bits = self.bits(slot)
+            if lost := (bits >> length).bit_count():
+                self._set_bits(slot, bits & (1 << length) - 1)
+                yield slot, lost
+
+    def length(self) -> int:
+        """The least length that has all that anybody holds."""
+        if self._longest is None and self.cuts:
+            self._longest = max(self.cuts, key=self.cuts.__getitem__)
+        longest = 0 if self._longest is None else self.cuts[self._longest]
+        return max(longest, *(bits.bit_length() for bits in self.odd.values())) if self.odd else longest
+
+    def any_holds(self, at: int) -> bool:
+        """Whether anybody holds one block."""
+        length = self.length()
+        return at < length and (not self.odd or any(self.holds(slot, at) for slot in (*self.cuts, *self.odd)))
+
+    def _set_bits(self, slot: int, bits: int) -> None:
+        cut = (bits + 1 & ~bits).bit_length() - 1
+        if bits >> cut:
+            self.odd[slot] = bits
+        else:
+            self.odd.pop(slot, None)
+        self._set_cut(slot, cut)
+
+    def _set_cut(self, slot: int, cut: int) -> None:
+        before = self.cuts.get(slot, 0)
+        if cut:
+            self.cuts[slot] = cut
+        elif before:
+            del self.cuts[slot]
+        if cut < before and slot == self._longest:
+            self._longest = None
+        elif self._longest is not None and cut > self.cuts[self._longest]:
+            self._longest = slot
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks one behind the other, by chain key. ``parent`` is where it begins: behind a block of another run.
+
+    ``device`` and ``below`` are its holders in accelerator memory and in the tiers under it. ``floor`` is the length up
+    to which other runs need it.
+    """
+
+    number: int
+    keys: array[int]
+    parent: tuple[Run, int] | None
+    device: Holders = field(default_factory=Holders)
+    below: Holders = field(default_factory=Holders)
+    branches: dict[int, set[Run]] = field(default_factory=dict)
+    floor: int = 0
+    has_lost_its_end: bool = False
+
+    def holders(self, *, below: bool) -> Holders:
+        """Those of one side."""
+        return self.below if below else self.device
+
+    def places(self, start: int, stop: int) -> range:
+        """The names of a stretch of its blocks."""
+        base = self.number * RUN_BLOCKS
+        return range(base + start, base + stop)
+
+
+class Runs:
+    """All runs by their numbers, whatever the length of their blocks: what a place means."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Run] = {}
+        self._next = 0
+
+    def add(self, keys: Sequence[int], parent: tuple[Run, int] | None) -> Run:
+        """Begin a run."""
+        run = self.by_number[self._next] = Run(self._next, array("Q", keys), parent)
+        self._next += 1
+        return run
+
+    def at(self, place: int) -> tuple[Run | None, int]:
+        """A place's run, if it is still known, and position."""
+        number, at = divmod(place, RUN_BLOCKS)
+        return self.by_number.get(number), at
+
+    def key(self, place: int) -> int | None:
+        """The chain key of a block; None if it is not known any more."""
+        run, at = self.at(place)
+        return None if run is None or at >= len(run.keys) else run.keys[at]
+
+    def holds(self, slot: int, place: int, *, below: bool) -> bool:
+        """Whether a rank holds a block."""
+        run, at = self.at(place)
+        return run is not None and run.holders(below=below).holds(slot, at)
+
+    def is_held(self, place: int) -> bool:
+        """Whether any rank holds a block, on whatever tier."""
+        run, at = self.at(place)
+        return run is not None and (run.device.any_holds(at) or run.below.any_holds(at))
+
+
+#: A stretch of a chain that a run has: where it begins in the chain, the run, and how many of the run's first blocks.
+Step = tuple[int, Run, int]
+
+
+class Chains:
+    """All runs of ranks whose blocks are equally long. Slots are numbers of ranks; one thread."""
+
+    def __init__(self, runs: Runs) -> None:
+        """``runs`` are shared with the chains of other block lengths. ``members`` are the ranks' slots, as bits."""
+        self._runs = runs
+        self._firsts: dict[int, Run] = {}
+        self._copies: dict[tuple[int, bool, int], int] = {}
+        self._twins: Counter[int] = Counter()
+        self.members = 0
+        self.has_below = False
+        self.blocks = 0
+
+    # --- what ranks store and lose --------------------------------------------------------------------
+
+    def extend(
+        self, slot: int, parent: int | None, keys: Sequence[int], *, below: bool = False
+    ) -> tuple[int, Iterator[int]]:
+        """A rank stored blocks one behind the other after the place ``parent`` (None: at a chain's start).
+
+        Returns how many of them are new to the rank, and the places of all.
+        """
+        self.has_below = self.has_below or below
+        spans: list[tuple[Run, int, int]] = []
+        run, stop, at = None, 0, 0
+        if parent is not None:
+            run, stop = self._runs.at(parent)
+            stop += 1
+            if run is not None and stop < len(run.keys) and (at := _shared(run.keys, stop, keys, 0, len(keys))):
+                spans.append((run, stop, stop + at))
+                stop += at
+        for start, run, shared in self._path(keys, at, len(keys)):
+            spans.append((run, 0, shared))
+            at, stop = start + shared, shared
+        if at < len(keys):
+            spans.append(self._append(run, stop, keys[at:] if at else keys))
+        new = sum([self._gain(run, slot, start, stop, below=below) for run, start, stop in spans])
+        return new, chain.from_iterable([run.places(start, stop) for run, start, stop in spans])
+
+    def _append(self, run: Run | None, stop: int, keys: Sequence[int]) -> tuple[Run, int, int]:
+        """Blocks nobody had, behind the first ``stop`` of a run."""
+        self.blocks += len(keys)
+        fits = run is not None and stop + len(keys) <= RUN_BLOCKS
+        if run is not None and fits and stop == len(run.keys) and not run.has_lost_its_end:
+            run.keys.extend(keys)
+            return run, stop, stop + len(keys)
+        added = self._runs.add(keys, None if run is None else (run, stop))
+        if run is not None:
+            run.branches.setdefault(stop, set()).add(added)
+            run.floor = max(run.floor, stop)
+        self._firsts[keys[0]] = added
+        return added, 0, len(keys)
+
+    def gain(self, slot: int, place: int, *, below: bool) -> bool:
+        """A rank has one more copy of a known block; True if it is its first there."""
+        self.has_below = self.has_below or below
+        run, at = self._runs.at(place)
+        return run is not None and bool(self._gain(run, slot, at, at + 1, below=below))
+
+    def _gain(self, run: Run, slot: int, start: int, stop: int, *, below: bool) -> int:
+        twins = run.holders(below=below).gain(slot, start, stop)
+        if twins:
+            for offset, place in enumerate(run.places(start, stop)):
+                if twins >> offset & 1:
+                    self._count_copy((slot, below, place), 1)
+        return stop - start - twins.bit_count()
+
+    def lose(self, slot: int, place: int, *, below: bool) -> bool:
+        """Take a copy away; True if it was the rank's last there."""
+        copy = slot, below, place
+        if copy in self._copies:
+            self._count_copy(copy, -1)
+            return False
+        run, at = self._runs.at(place)
+        if run is None or not run.holders(below=below).lose(slot, at):
+            return False
+        self._trim(run)
+        return True
+
+    def _count_copy(self, copy: tuple[int, bool, int], change: int) -> None:
+        slot, below, _ = copy
+        count = self._copies.get(copy, 0) + change
+        if count:
+            self._copies[copy] = count
+        else:
+            self._copies.pop(copy, None)
+        if not below:
+            self._twins[slot] += change
+
+    def twins(self, slot: int) -> int:
+        """Copies beyond the first that a rank has on its device, of all its blocks."""
+        return self._twins[slot]
+
+    def clear(self, slot: int) -> None:
+        """Forget all a rank held. Takes time in the number of runs; ``trim`` lets go of what nobody holds then."""
+        for run in self._firsts.values():
+            run.device.drop(slot)
+            run.below.drop(slot)
+        for copy in [copy for copy in self._copies if copy[0] == slot]:
+            self._count_copy(copy, -self._copies[copy])
+
+    def trim(self) -> None:
+        """Let go of blocks at the ends of runs that nobody holds."""
+        for run in list(self._firsts.values()):
+            if run.number in self._runs.by_number:
+                self._trim(run)
+
+    def _trim(self, run: Run) -> None:
+        length = max(run.device.length(), run.below.length(), run.floor)
+        if length < len(run.keys):
+            self._shorten(run, length)
+
+    def _shorten(self, run: Run, length: int) -> None:
+        self.blocks -= len(run.keys) - length
+        if length:
+            del run.keys[length:]
+            run.has_lost_its_end = True
+            return
+        del self._firsts[run.keys[0]], self._runs.by_number[run.number]
+        if run.parent is not None:
+            parent, stop = run.parent
+            parent.branches[stop].remove(run)
+            if not parent.branches[stop]:
+                del parent.branches[stop]
+                parent.floor = max(parent.branches, default=0)
+                self._trim(parent)
+
+    def evict(self, count: int) -> Iterator[tuple[Sequence[int], dict[int, int]]]:
+        """Forget up to ``count`` blocks: the oldest run's last branch first, from its end, so that no block is left
+        without the ones before it.
+
+        Yields the keys of each stretch, and how many device blocks each slot held of it.
+        """
+        while count > 0 and self._firsts:
+            run = next(iter(self._firsts.values()))
+            while run.floor == len(run.keys):
+                run = next(iter(run.branches[run.floor]))
+            length = max(run.floor, len(run.keys) - count)
+            keys = run.keys[length:]
+            count -= len(keys)
+            lost = dict(run.device.cut_to(length))
+            lost_below = dict(run.below.cut_to(length))
+            if self._copies:
+                for place in run.places(length, length + len(keys)):
+                    for copy in [
+                        *((slot, False, place) for slot in lost),
+                        *((slot, True, place) for slot in lost_below),
+                    ]:
+                        self._count_copy(copy, -self._copies.get(copy, 0))
+            self._shorten(run, length)
+            if length:
+                self._trim(run)
+            yield keys, lost
+
+    # --- lookup ---------------------------------------------------------------------------------------
+
+    def path(self, keys: Sequence[int], *, limit: int) -> list[Step]:
+        """The runs along the first ``limit`` blocks of a chain, as far as anybody knows it."""
+        return list(self._path(keys, 0, limit))
+
+    def _path(self, keys: Sequence[int], at: int, limit: int) -> Iterator[Step]:
+        while at < limit and (run := self._firsts.get(keys[at])) is not None:
+            shared = _shared(run.keys, 0, keys, at, limit)
+            yield at, run, shared
+            at += shared
+
+    def depths(self, path: Sequence[Step], *, below: bool = False) -> dict[int, int]:
+        """How many blocks from the start of a chain each slot holds without a gap; slots that hold none are left out.
+
+        ``below``: on the device or under it.
+        """
+        found: dict[int, int] = {}
+        for start, run, shared in path:
+            cuts = _joint_cuts(run) if below and run.below else run.device.cuts
+            if not start:
+                is_whole = shared == len(run.keys)
+                found = dict(cuts) if is_whole else {slot: min(cut, shared) for slot, cut in cuts.items()}
+                continue
+            end = start + shared
+            reached = {
+                slot: start + cut if cut < shared else end for slot, cut in cuts.items() if found.get(slot) == start
+            }
+            found.update(reached)
+        return found
+
+    def holds_at(self, path: Sequence[Step], slot: int, at: int, *, below: bool = False) -> bool:
+        """Whether a rank holds one block of a chain, gaps before it or not. ``below``: on the device or under it."""
+        for start, run, shared in path:
+            if at < start + shared:
+                return run.device.holds(slot, at - start) or (below and run.below.holds(slot, at - start))
+        return False
+
+    def keys_of(self, slot: int) -> frozenset[int]:
+        """For tests and consistency checks: what a rank holds on its device."""
+        held = set[int]()
+        for run in self._firsts.values():
+            bits = run.device.bits(slot)
+            held.update(key for at, key in enumerate(run.keys) if bits >> at & 1)
+        return frozenset(held)
+
+    def all_keys(self) -> set[int]:
+        """Every block that is known."""
+        return set(chain.from_iterable(run.keys for run in self._firsts.values()))
+
+
+def _joint_cuts(run: Run) -> dict[int, int]:
+    """Blocks from a run's start that each slot holds on the device or below."""
+    joint = Holders()
+    for slot in {*run.device.cuts, *run.device.odd, *run.below.cuts, *run.below.odd}:
+        joint._set_bits(slot, run.device.bits(slot) | run.below.bits(slot))
+    return joint.cuts
+
+
+def _shared(run: Sequence[int], offset: int, keys: Sequence[int], at: int, limit: int) -> int:
+    """How many blocks a run from ``offset`` on and a chain from ``at`` on have in common, up to the chain's limit."""
+    most = min(len(run) - offset, limit - at)
+    if run[offset + most - 1] == keys[at + most - 1]:
+        return most
+    return bisect_left(range(most - 1), True, key=lambda block: run[offset + block] != keys[at + block])

@@ -1,0 +1,344 @@
+"""What each rank holds, by its events.
+
+One ``Residency`` covers one model over all its ranks. A block is named by its chain key (``wire/block_keys``), which
+stands for the block and all before it; engines' own hashes are mapped onto keys through the token ids of dense events.
+Sparse groups (windows, recurrent state) name their blocks by the same hashes, often before the dense event has come:
+such names wait. So do dense blocks whose parent is not known: no position is ever guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from router.core.chains import Chains, Runs
+from router.core.forecast import Pool
+from router.core.namespaces import Namespaces
+from router.core.provisional import DENSE, Provisional
+from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, Names, RankState, bound, keys_of_event
+from router.core.tables import CopyTable
+from router.core.usable import Geometry, Kind, rule_of
+from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+
+
+class Residency:
+    """The blocks of one model, in units of ``block_tokens``. Mutated by its owner, on one thread."""
+
+    def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
+        self.block_tokens = block_tokens
+        self.max_blocks = max_blocks
+        self.evicted_blocks = 0
+        self.provisional = Provisional()
+        self.namespaces = Namespaces()
+        self.adapters: set[str] = set()
+        self._runs = Runs()
+        self._chains: dict[int, Chains] = {}
+        self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
+        self._names: dict[str, Names] = {}
+        self._ranks: dict[int, RankState] = {}
+        self._forgotten = 0
+
+    # --- membership -------------------------------------------------------------------------------
+
+    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None, pool: Pool | None = None) -> None:
+        """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
+        names = self._names.setdefault(domain, Names())
+        self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
+        self._set_stride(slot, 1)
+
+    def remove_rank(self, slot: int) -> None:
+        """Forget a rank and all it held."""
+        self.clear(slot)
+        self._ranks.pop(slot).chains.members &= ~(1 << slot)
+
+    def clear(self, slot: int) -> None:
+        """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
+        rank = self._ranks[slot]
+        self.provisional.forget_ended(slot)
+        rank.chains.clear(slot)
+        for table in self._sparse.values():
+            table.clear(slot)
+        rank.blocks = 0
+        if rank.pool is not None:
+            rank.pool.cleared()
+        rank.orphans.clear()
+        rank.unnamed.clear()
+        self._sweep()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def apply(self, slot: int, event: Event) -> None:
+        """Apply one event of a rank. Unknown events, and blocks that lie on another machine, are passed over."""
+        match event:
+            case BlockStored() if event.medium == GPU:
+                self._store(slot, event)
+            case BlockStored() if event.locality != REMOTE:
+                self._store_lower(slot, event)
+            case BlockRemoved():
+                self._remove(slot, event)
+            case AllBlocksCleared():
+                self.clear(slot)
+            case _:
+                pass
+
+    def _store(self, slot: int, event: BlockStored) -> None:
+        rank = self._ranks[slot]
+        if event.group != rank.dense_group and event.group not in rank.rules:
+            self._meet_group(rank, slot, event)
+        if event.group == rank.dense_group:
+            if event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
+                self._store_dense(rank, slot, event)
+        elif rank.rules[event.group].kind is not Kind.UNUSED:
+            self._store_sparse(rank, slot, event)
+
+    def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """A group's first event tells what it is. The first dense one carries the chains."""
+        rule = rule_of(
+            event.kind,
+            window_tokens=event.window_tokens,
+            block_tokens=event.block_tokens,
+            unit_tokens=self.block_tokens,
+            geometry=rank.geometry,
+        )
+        if rule.kind is Kind.DENSE and rank.dense_group is None:
+            rank.dense_group = event.group
+            self._set_stride(slot, rule.stride)
+        else:
+            rank.rules[event.group] = rule
+            rank.pool = None  # the groups share one, in an order that no event tells
+        rank.align = math.lcm(
+            rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
+        )
+
+    def _chains_of(self, stride: int) -> Chains:
+        return self._chains.setdefault(stride, Chains(self._runs))
+
+    def _set_stride(self, slot: int, stride: int) -> None:
+        """Note how many units a dense block of the rank has."""
+        rank = self._ranks[slot]
+        rank.chains.members &= ~rank.bit
+        rank.stride, rank.chains = stride, self._chains_of(stride)
+        rank.chains.members |= rank.bit
+
+    def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        parent = None if event.parent is None else rank.names.places.get(event.parent)
+        parent_key = None if parent is None else self._runs.key(parent)
+        if parent_key is None and event.parent is not None:
+            rank.orphans.setdefault(event.parent, []).append(event)
+            bound(rank.orphans, MAX_ORPHANS)
+            return
+        if event.lora_name:
+            self.adapters.add(event.lora_name)
+        keys: Sequence[int] = keys_of_event(event, parent_key, unit_tokens=self.block_tokens)
+        if self.namespaces:
+            parent, keys = self._claim(rank, slot, event, parent, keys)
+        if (excess := len(self) + len(keys) - self.max_blocks) > 0:
+            self._evict(excess)
+            if parent is not None and self._runs.key(parent) is None:  # it had to go itself
+                return
+        before = None if parent is None else self._runs.key(parent)
+        new, places = rank.chains.extend(slot, parent, keys)
+        rank.blocks += new
+        rank.applied_blocks += len(keys)
+        rank.names.learn(event.hashes, places, keeps_others=bool(self.namespaces))
+        if rank.pool is not None:
+            rank.pool.stored(before, keys)
+        self.provisional.confirm(slot, DENSE, keys)
+        if rank.unnamed or rank.orphans:
+            self._end_waits(rank, slot, event.hashes)
+
+    def _claim(
+        self, rank: RankState, slot: int, event: BlockStored, parent: int | None, keys: Sequence[int]
+    ) -> tuple[int | None, Sequence[int]]:
+        """The event's chain in the namespace that waits for it, if the rank has the block before it there, too."""
+        key = None if parent is None else self._runs.key(parent)
+        own, claimed = self.namespaces.claim(key, keys, waits=self.provisional.waits(slot))
+        if own == key or event.parent is None:
+            return parent, claimed
+        places = rank.names.all_places(event.parent)
+        return next(((place, claimed) for place in places if self._runs.key(place) == own), (parent, keys))
+
+    def _evict(self, count: int) -> None:
+        """Forget the longest known tails, on all ranks: what is left is true, only less."""
+        forgotten = 0
+        for chains in self._chains.values():
+            for keys, lost in chains.evict(count - forgotten):
+                forgotten += len(keys)
+                for slot, blocks in lost.items():
+                    rank = self._ranks[slot]
+                    rank.blocks -= blocks
+                    if rank.pool is not None:
+                        rank.pool.removed(keys, copies=0)
+                for table in self._sparse.values():
+                    for key in keys:
+                        table.discard(key)
+        self.evicted_blocks += forgotten
+        self._note_forgotten(forgotten)
+
+    def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        table = self._sparse[event.group]
+        self._note_keeping(rank, event)
+        for name in event.hashes:
+            key = self._key(rank, name)
+            if key is not None:
+                table.gain(slot, key)
+                self.provisional.confirm(slot, event.group, (key,))
+            else:
+                rank.unnamed.setdefault(name, []).append(event.group)
+                bound(rank.unnamed, MAX_UNNAMED)
+
+    def _note_keeping(self, rank: RankState, event: BlockStored) -> None:
+        """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
+        if not event.hashes:
+            rank.keeps_all[event.group] = False
+        elif event.is_dense and len(event.hashes) > rank.rules[event.group].needed:
+            rank.keeps_all.setdefault(event.group, True)
+
+    def _store_lower(self, slot: int, event: BlockStored) -> None:
+        """A copy below the device, in host memory or on disk: worth a load, not a prefill. Dense groups only."""
+        rank = self._ranks[slot]
+        if event.group in rank.rules:
+            return
+        known = [rank.names.places.get(name) for name in event.hashes]
+        if None in known and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
+            parent = None if event.parent is None else rank.names.places.get(event.parent)
+            key = None if parent is None else self._runs.key(parent)
+            if key is not None or event.parent is None:
+                keys = keys_of_event(event, key, unit_tokens=self.block_tokens)
+                rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, below=True)[1])
+                return
+        for place in known:
+            if place is not None and self._runs.key(place) is not None:
+                rank.chains.gain(slot, place, below=True)
+
+    def _remove(self, slot: int, event: BlockRemoved) -> None:
+        rank = self._ranks[slot]
+        below = event.medium != GPU
+        if event.group not in rank.rules:
+            copies = self._copies(slot)
+            gone = [
+                key for name in event.hashes if (key := self._remove_dense(rank, slot, name, below=below)) is not None
+            ]
+            if rank.pool is not None and not below:
+                rank.pool.removed(gone, copies=copies)
+        elif not below:
+            for name in event.hashes:
+                key = self._key(rank, name)
+                if key is None:
+                    self._remove_waiting(rank, name, event.group)
+                    continue
+                table = self._sparse[event.group]
+                key = next((each for each in self.namespaces.alike(key) if table.masks.get(each, 0) & rank.bit), key)
+                table.lose(slot, key)
+                if name in rank.names.strays and not self._is_sparse(key):
+                    del rank.names.strays[name]
+
+    def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, *, below: bool) -> int | None:
+        """Returns the block's key if this was the rank's last copy of it."""
+        place = rank.names.places.get(name)
+        if place is None or (key := self._runs.key(place)) is None:
+            self._drop_orphan(rank, name)
+            return None
+        if self.namespaces:
+            places = {self._runs.key(each): each for each in rank.names.all_places(name)}
+            alike = [each for each in self.namespaces.alike(key) if each in places]
+            key = next((each for each in alike if self._runs.holds(slot, places[each], below=below)), key)
+            place = places[key]
+        is_last = rank.chains.lose(slot, place, below=below)
+        if is_last and not below:
+            rank.blocks -= 1
+        if not self._runs.is_held(place):
+            rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
+            self._note_forgotten(1)
+        return key if is_last else None
+
+    # --- blocks whose parent or name is not known yet ------------------------------------------------
+
+    def _end_waits(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> None:
+        for name in names:
+            for group in rank.unnamed.pop(name, ()):
+                if (key := self._key(rank, name)) is not None:
+                    self._sparse[group].gain(slot, key)
+                    self.provisional.confirm(slot, group, (key,))
+        for name in names:
+            for event in rank.orphans.pop(name, ()):
+                self._store_dense(rank, slot, event)
+
+    def _remove_waiting(self, rank: RankState, name: EngineHash, group: int) -> None:
+        waiting = rank.unnamed.get(name, [])
+        if group in waiting:
+            waiting.remove(group)
+            if not waiting:
+                del rank.unnamed[name]
+
+    def _drop_orphan(self, rank: RankState, name: EngineHash) -> None:
+        for parent, events in list(rank.orphans.items()):
+            kept = [event for event in events if name not in event.hashes]
+            if kept:
+                rank.orphans[parent] = kept
+            else:
+                del rank.orphans[parent]
+
+    # --- names --------------------------------------------------------------------------------------
+
+    def _key(self, rank: RankState, name: EngineHash) -> int | None:
+        place = rank.names.places.get(name)
+        return rank.names.strays.get(name) if place is None else self._runs.key(place)
+
+    def _is_sparse(self, key: int) -> bool:
+        return any(key in table for table in self._sparse.values())
+
+    def _note_forgotten(self, count: int) -> None:
+        self._forgotten += count
+        if self._forgotten > len(self) // 4 + 4096:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
+        self._forgotten = 0
+        for names in self._names.values():
+            names.sweep(self._runs, is_sparse=self._is_sparse)
+        for chains in self._chains.values():
+            chains.trim()
+        if self.namespaces:
+            known = set(self.provisional.dense).union(*(table.masks for table in self._sparse.values()))
+            known.update(*(chains.all_keys() for chains in self._chains.values()))
+            self.namespaces.forget(known.__contains__)
+
+    # --- what others show -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return sum(chains.blocks for chains in self._chains.values())
+
+    def blocks(self, slot: int) -> int:
+        """Blocks believed resident on a rank, in its dense group."""
+        return self._ranks[slot].blocks
+
+    def applied_blocks(self, slot: int) -> int:
+        """Dense blocks that events have brought in so far, whether or not they are still there."""
+        return self._ranks[slot].applied_blocks
+
+    def stride(self, slot: int) -> int:
+        """Units in a dense block of the rank."""
+        return self._ranks[slot].stride
+
+    def orphans(self, slot: int) -> int:
+        """Blocks a rank has announced whose parent is not known."""
+        return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
+
+    def residency(self, slot: int) -> dict[int, frozenset[int]]:
+        """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""
+        return {
+            -1: self._ranks[slot].chains.keys_of(slot),
+            **{group: table.keys_of(slot) for group, table in self._sparse.items()},
+        }
+
+    def _copies(self, slot: int) -> int:
+        """Blocks on the device with all their copies, in the dense group."""
+        rank = self._ranks[slot]
+        return rank.blocks + rank.chains.twins(slot)
+
+    def pool(self, slot: int) -> Pool | None:
+        """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
+        return self._ranks[slot].pool

@@ -1,0 +1,166 @@
+"""Chains of runs against an oracle that counts, for each rank, copies of token prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.core.chains import Chains, Holders, Runs
+from router.wire.block_keys import block_keys
+
+#: Conversations of one block a token: they share heads of every length, and fork and stop everywhere.
+TEXTS = ("aaaaaaaa", "aaaabbbb", "aabbbbbb", "baaa", "aaaabbaa")
+SLOTS = (0, 1, 70)
+PREFIXES = st.tuples(st.sampled_from(TEXTS), st.integers(1, 8)).map(lambda pair: pair[0][: pair[1]])
+SIDES = st.booleans()
+
+
+def keys_of(text: str) -> list[int]:
+    return block_keys([ord(letter) for letter in text], block_tokens=1, parent=7)
+
+
+class ChainsMachine(RuleBasedStateMachine):
+    """Stores at known places, twins, removals of any copy, clears and evictions, on two tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = Runs()
+        self.chains = Chains(self.runs)
+        self.held: Counter[tuple[int, bool, str]] = Counter()
+        self.places: dict[str, int] = {}
+
+    def known(self, prefix: str) -> bool:
+        """Blocks without holders may be known still, where others stand behind them."""
+        return prefix in self.places and self.runs.key(self.places[prefix]) is not None
+
+    def holders(self, prefix: str) -> set[tuple[int, bool]]:
+        return {(slot, below) for slot in SLOTS for below in (False, True) if self.held[slot, below, prefix] > 0}
+
+    @rule(slot=st.sampled_from(SLOTS), below=SIDES, text=PREFIXES, data=st.data())
+    def store(self, slot: int, below: bool, text: str, data: st.DataObject) -> None:
+        """Blocks behind any known one, or from the start."""
+        starts = [0, *(start for start in range(1, len(text)) if self.known(text[:start]))]
+        start = data.draw(st.sampled_from(starts), label="start")
+        parent = self.places[text[:start]] if start else None
+        new, places = self.chains.extend(slot, parent, keys_of(text)[start:], below=below)
+        stored = [text[:end] for end in range(start + 1, len(text) + 1)]
+        assert new == sum(self.held[slot, below, prefix] == 0 for prefix in stored)
+        for prefix, place in zip(stored, places, strict=True):
+            assert not self.known(prefix) or self.places[prefix] == place
+            self.places[prefix] = place
+            self.held[slot, below, prefix] += 1
+
+    @rule(slot=st.sampled_from(SLOTS), below=SIDES, prefix=PREFIXES)
+    def gain(self, slot: int, below: bool, prefix: str) -> None:
+        """A copy of one block, known by name alone."""
+        if self.known(prefix):
+            assert self.chains.gain(slot, self.places[prefix], below=below) == (self.held[slot, below, prefix] == 0)
+            self.held[slot, below, prefix] += 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(self.held.values()))
+    def lose(self, data: st.DataObject) -> None:
+        """A copy of any block goes, inner ones too."""
+        slot, below, prefix = data.draw(
+            st.sampled_from(sorted(each for each, n in self.held.items() if n)), label="copy"
+        )
+        self.held[slot, below, prefix] -= 1
+        lost = self.chains.lose(slot, self.places[prefix], below=below)
+        assert lost == (self.held[slot, below, prefix] == 0)
+
+    @rule(slot=st.sampled_from(SLOTS), below=SIDES, prefix=PREFIXES)
+    def lose_what_is_not_there(self, slot: int, below: bool, prefix: str) -> None:
+        """Nothing happens."""
+        if prefix in self.places and not self.held[slot, below, prefix]:
+            assert not self.chains.lose(slot, self.places[prefix], below=below)
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def clear(self, slot: int) -> None:
+        """A rank holds nothing any more."""
+        self.chains.clear(slot)
+        self.chains.trim()
+        for each in [each for each in self.held if each[0] == slot]:
+            del self.held[each]
+
+    @rule(count=st.integers(1, 6))
+    def evict(self, count: int) -> None:
+        """Tails go; of what is left, no block is without those before it that were there."""
+        by_key = {key: text[: at + 1] for text in TEXTS for at, key in enumerate(keys_of(text))}
+        before = self.chains.blocks
+        gone: set[str] = set()
+        for keys, lost in self.chains.evict(count):
+            stretch = [by_key[key] for key in keys]
+            for slot in SLOTS:
+                assert lost.get(slot, 0) == sum(self.held[slot, False, prefix] > 0 for prefix in stretch)
+            for prefix in stretch:
+                assert not any(self.known(longer) for longer in self.places if longer[:-1] == prefix)
+            gone.update(stretch)
+        assert len(gone) <= count
+        assert self.chains.blocks <= max(0, before - count)
+        for each in [each for each in self.held if each[2] in gone]:
+            del self.held[each]
+
+    @invariant()
+    def depths_are_right(self) -> None:
+        """Blocks without a gap, on the device and on whatever tier, for every text and limit."""
+        for text in TEXTS:
+            keys = keys_of(text)
+            for limit in (len(text), 3):
+                path = self.chains.path(keys, limit=limit)
+                for below in (False, True):
+                    expected = {}
+                    for slot in SLOTS:
+                        depth = 0
+                        while depth < limit and any(
+                            self.held[slot, side, text[: depth + 1]] for side in {False, below}
+                        ):
+                            depth += 1
+                        if depth:
+                            expected[slot] = depth
+                    assert self.chains.depths(path, below=below) == expected
+
+    @invariant()
+    def single_blocks_are_right(self) -> None:
+        """Who holds what, gaps or not; and nothing is known that nobody holds, but for what stands before others."""
+        for text in TEXTS:
+            path = self.chains.path(keys_of(text), limit=len(text))
+            for at in range(len(text)):
+                prefix = text[: at + 1]
+                for slot in SLOTS:
+                    assert self.chains.holds_at(path, slot, at) == (self.held[slot, False, prefix] > 0)
+                    either = any(self.held[slot, side, prefix] > 0 for side in (False, True))
+                    assert self.chains.holds_at(path, slot, at, below=True) == either
+                if prefix in self.places:
+                    assert self.runs.is_held(self.places[prefix]) == bool(self.holders(prefix))
+                    for slot, below in self.holders(prefix):
+                        assert self.runs.holds(slot, self.places[prefix], below=below)
+        for slot in SLOTS:
+            expected = {keys_of(prefix)[-1] for s, below, prefix in +self.held if s == slot and not below}
+            assert self.chains.keys_of(slot) == expected
+        held = {prefix for _, _, prefix in +self.held}
+        needed = {text[:end] for text in held for end in range(1, len(text) + 1)}
+        assert len(held) <= self.chains.blocks <= len(needed)
+        assert self.chains.blocks == len(self.chains.all_keys())
+
+
+ChainsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestChainsMachine = ChainsMachine.TestCase
+
+
+def test_the_longest_holder_is_known_after_it_has_gone() -> None:
+    """What the length of a run rests on is looked for anew once it shrinks."""
+    holders = Holders()
+    for slot, stop in ((1, 4), (2, 6), (3, 5)):
+        holders.gain(slot, 0, stop)
+    assert holders.length() == 6
+
+    holders.lose(2, 5)
+    holders.lose(2, 4)
+    assert holders.length() == 5
+    holders.lose(3, 0)  # odd now, and as long as before
+    assert holders.length() == 5
+    holders.drop(3)
+    assert (holders.length(), holders.any_holds(3), holders.any_holds(4)) == (4, True, False)
