@@ -203,10 +203,10 @@ def test_leaving_a_long_queue_is_cheap_wherever_one_stands() -> None:
             book = LoadBook()
             claims = [claim(book, now=0.0) for _ in range(waiting)]
             claims = claims[waiting // 2 :] + claims[: waiting // 2]
-            begin = time.perf_counter()
+            begin = time.thread_time()
             for each in reversed(claims):
                 book.close(each, now=1.0)
-            best = min(best, (time.perf_counter() - begin) / waiting)
+            best = min(best, (time.thread_time() - begin) / waiting)
         return best
 
     assert seconds_each(20_000) < 10 * seconds_each(500)
