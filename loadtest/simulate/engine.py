@@ -39,14 +39,15 @@ def prefill_work(uncached_tokens: int, context_tokens: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request inside an engine. ``cached_tokens`` and ``work`` are known once its prefill has started; so is where
-    the full-attention layers have to leave a window behind on the way (``fork_blocks``, 0: nowhere).
+    """A request inside an engine. What is cached, loaded from the host, and to be done is known once its prefill has
+    started; so is where a window has to be left behind on the way (``fork_blocks``, 0: nowhere).
     """
 
     path: Path
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     work: float = 0.0
     fork_blocks: int = 0
 
@@ -202,6 +203,7 @@ class Engine:
         either = max(job.cached_tokens, min(host.match(job.path), most) * self._block_tokens)
         if host.take(job.path, 0):
             host.give_back(job.path, 0)
+        job.loaded_tokens = either - job.cached_tokens
         computed = self._slowdown * prefill_work(job.prompt_tokens - either, job.prompt_tokens)
         return (1.0 - LOAD_RATIO) * (job.work - computed)
 

@@ -316,7 +316,7 @@ class World:
         flight = self._ranks[slot].jobs[job]
         request = flight.request
         served = self._loads.first_byte(flight.claim, now=self.now)
-        if served is not None:
+        if served is not None and not job.loaded_tokens:  # loading says nothing of how fast it computes
             self._learners[slot].observe(
                 served_seconds=served,
                 uncached_tokens=job.prompt_tokens - job.cached_tokens,

@@ -17,18 +17,21 @@ The contract, for the data plane (one thread; ``now`` from one monotonic clock):
 Who passes: conversations that are admitted; subagents, since their parent waits for them; requests that are warm
 where there is room; requests that name no conversation, which cannot be charged. All others wait in one strict FIFO
 until a rank has room and no other cold start. Room is never made by running over: only conversations that have been
-idle for long lapse, the longest idle first and only as many as needed. A rank without any active conversation takes
+idle for long lapse, one after another and only as many as needed. A rank without any active conversation takes
 one of any size. Holding is harmful for traffic that does not come back: ``guard`` switches it off and on, while
 charges are kept all the same.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.core.admission_guard import Conversation, Guard
+from router.core.cost import LOAD_RATIO
+from router.core.pace import prefill_seconds
 from router.core.types import FleetView, RankStatus, RankView, RouteRequest
 
 
@@ -80,13 +83,18 @@ class Released:
 class AdmissionParameters:
     """Shares of a rank's pool that charges may fill, and how long a conversation is idle before it may lapse.
 
-    A budget below the pool leaves room for contexts to grow. A prompt is warm if ``warm_ratio`` of it is cached.
+    A budget below the pool leaves room for contexts to grow. A prompt is warm if ``warm_ratio`` of it is cached, in
+    whatever tier. Room is kept for an idle conversation in proportion to what its context costs to get back: for the
+    part ``idle_ratio`` of the time in which the rank could fill its whole pool, by computing or, where a lower tier has
+    the context, by loading; within bounds.
     """
 
     budget_ratio: float = 0.85
     warm_budget_ratio: float = 1.05
     warm_ratio: float = 0.7
-    idle_seconds: float = 60.0
+    idle_ratio: float = 0.3
+    least_idle_seconds: float = 15.0
+    most_idle_seconds: float = 120.0
 
 
 @dataclass(slots=True, eq=False)
@@ -97,11 +105,14 @@ class _Charge:
     tokens: int = 0
     inflight: int = 0
     idle_since: float = 0.0
+    patience_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Book:
-    """One rank's charges: those in use or lately so, and those idle for long. The idle are in the order of idleness."""
+    """One rank's charges: those in use or lately so, and those idle for long. The idle are in the order of idleness,
+    the lapsable in that in which they became so.
+    """
 
     active_tokens: int = 0
     lapsable_tokens: int = 0
@@ -136,6 +147,8 @@ class Admission:
         self._parameters = parameters
         self._charges: dict[Conversation, _Charge] = {}
         self._books: dict[int, _Book] = {}
+        self._idle: list[tuple[float, int, Conversation, _Charge]] = []  # a heap by when they may lapse
+        self._idled = 0
         self._queue: OrderedDict[int, RouteRequest] = OrderedDict()
         self._tickets = 0
         self._pool_tokens = 0
@@ -191,6 +204,7 @@ class Admission:
         self._pool_tokens = sum(rank.pool_tokens or 0 for rank in view.ranks)
         if request.session is None:
             return Visit(request.prompt_tokens)
+        self._age(now)
         conversation = (request.model, request.session)
         charge = self._charges.get(conversation)
         cold = charge is None and not request.session.agent and not self._is_warm(request, slot)
@@ -200,10 +214,12 @@ class Admission:
             self._strike(conversation, charge)
         book = self._book(slot)
         charge.slot, charge.tokens = slot, _footprint(request, view)
+        rank = next((rank for rank in view.ranks if rank.slot == slot), None)
+        charge.patience_seconds = self._patience_seconds(request, rank)
         charge.inflight += 1
         book.active_tokens += charge.tokens
         book.cold_starts += cold
-        self._lapse(book, budget_tokens=self._budget_tokens(slot, view))
+        self._lapse(book, budget_tokens=self._budget_tokens(rank))
         return Visit(request.prompt_tokens, conversation, charge, book, cold)
 
     def finish(
@@ -231,6 +247,8 @@ class Admission:
             charge.idle_since = now
             if self._charges.get(conversation) is charge:
                 self._book(charge.slot).idle[conversation] = charge
+                self._idled += 1
+                heapq.heappush(self._idle, (now + charge.patience_seconds, self._idled, conversation, charge))
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: its conversations start anew elsewhere."""
@@ -282,11 +300,25 @@ class Admission:
         return roomy
 
     def _is_warm(self, request: RouteRequest, slot: int) -> bool:
-        return request.reusable_tokens.get(slot, 0) >= self._parameters.warm_ratio * request.prompt_tokens
+        held = max(request.reusable_tokens.get(slot, 0), request.loadable_tokens.get(slot, 0))
+        return held >= self._parameters.warm_ratio * request.prompt_tokens
 
-    def _budget_tokens(self, slot: int, view: FleetView) -> float:
-        pool_tokens = next((rank.pool_tokens for rank in view.ranks if rank.slot == slot), None)
-        return float("inf") if pool_tokens is None else self._parameters.budget_ratio * pool_tokens
+    def _budget_tokens(self, rank: RankView | None) -> float:
+        if rank is None or rank.pool_tokens is None:
+            return float("inf")
+        return self._parameters.budget_ratio * rank.pool_tokens
+
+    def _patience_seconds(self, request: RouteRequest, rank: RankView | None) -> float:
+        """How long the conversation may be idle before others may have its room."""
+        parameters = self._parameters
+        if rank is None or not rank.pool_tokens:
+            return parameters.most_idle_seconds
+        tokens = max(1, request.prompt_tokens)
+        seconds = prefill_seconds(rank.pace, uncached_tokens=tokens, context_tokens=tokens)
+        if request.loadable_tokens.get(rank.slot, 0) >= parameters.warm_ratio * tokens:
+            seconds *= LOAD_RATIO
+        wanted = parameters.idle_ratio * seconds * rank.pool_tokens / tokens
+        return min(parameters.most_idle_seconds, max(parameters.least_idle_seconds, wanted))
 
     # --- charges --------------------------------------------------------------------------------------
 
@@ -295,17 +327,17 @@ class Admission:
 
     def _age(self, now: float) -> None:
         """Charges that have been idle for long become lapsable."""
-        for book in self._books.values():
-            while book.idle:
-                conversation, charge = next(iter(book.idle.items()))
-                if now - charge.idle_since <= self._parameters.idle_seconds:
-                    break
-                book.lapsable[conversation] = book.idle.pop(conversation)
-                book.active_tokens -= charge.tokens
-                book.lapsable_tokens += charge.tokens
+        while self._idle and self._idle[0][0] < now:
+            due, _, conversation, charge = heapq.heappop(self._idle)
+            book = self._book(charge.slot)
+            if due != charge.idle_since + charge.patience_seconds or book.idle.get(conversation) is not charge:
+                continue  # it has been at work since, or is gone
+            book.lapsable[conversation] = book.idle.pop(conversation)
+            book.active_tokens -= charge.tokens
+            book.lapsable_tokens += charge.tokens
 
     def _lapse(self, book: _Book, *, budget_tokens: float) -> None:
-        """End the longest idle conversations until the charges fit, or none is left that may lapse."""
+        """End conversations, the longest lapsable first, until the charges fit, or none is left that may lapse."""
         while book.lapsable and book.active_tokens + book.lapsable_tokens > budget_tokens:
             conversation, charge = book.lapsable.popitem(last=False)
             book.lapsable_tokens -= charge.tokens
@@ -314,7 +346,7 @@ class Admission:
     def _shed(self, view: FleetView) -> None:
         """While the guard was off charges may have outgrown the ranks: the idle go first, then the newest in flight."""
         for rank in view.ranks:
-            book, budget_tokens = self._book(rank.slot), self._budget_tokens(rank.slot, view)
+            book, budget_tokens = self._book(rank.slot), self._budget_tokens(rank)
             self._lapse(book, budget_tokens=budget_tokens)
             if book.active_tokens <= budget_tokens:
                 continue

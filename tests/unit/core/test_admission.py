@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from router.core.admission import (
     Admission,
     AdmissionParameters,
@@ -40,12 +42,20 @@ def fleet(ranks: int, *, pool_tokens: int = 1000) -> FleetView:
     )
 
 
-def ask(name: str, tokens: int, *, agent: str = "", cached: dict[int, int] | None = None) -> RouteRequest:
+def ask(
+    name: str,
+    tokens: int,
+    *,
+    agent: str = "",
+    cached: dict[int, int] | None = None,
+    loadable: dict[int, int] | None = None,
+) -> RouteRequest:
     return RouteRequest(
         model="m",
         prompt_tokens=tokens,
         output_tokens=0,
         reusable_tokens=cached or {},
+        loadable_tokens=loadable or {},
         session=SessionKey("", name, agent),
     )
 
@@ -62,7 +72,9 @@ class Desk:
 
     def __init__(self, view: FleetView, guard: Guard | None = None) -> None:
         self.view = view
-        self.admission = Admission(AdmissionParameters(budget_ratio=0.9), guard)
+        self.admission = Admission(
+            AdmissionParameters(budget_ratio=0.9, least_idle_seconds=60.0, most_idle_seconds=60.0), guard
+        )
 
     def offer(self, request: RouteRequest, *, now: float = 0.0) -> Admit | Hold:
         return self.admission.offer(request, self.view, now=now)
@@ -106,6 +118,65 @@ def test_room_is_made_by_idleness_alone_and_no_more_than_is_needed() -> None:
     assert desk.admission.charged_tokens(0) == 250 + 250 + 300
     assert isinstance(desk.offer(ask("b", 250), now=64.0), Admit)
     assert isinstance(desk.offer(ask("a", 300), now=64.0), Hold)
+
+
+@pytest.mark.parametrize(
+    ("pool_tokens", "loadable_tokens", "seconds"),
+    [
+        (1_000_000, 0, 37.5),  # .3 of 1,000,000 tokens at 8,000 a second
+        (1_000_000, 100_000, 15.0),  # loading takes a fifth of that: 7.5 s, and 15 are the least
+        (2_400_000, 70_000, 18.0),  # .3 of a fifth of 300 s
+        (2_400_000, 69_999, 90.0),  # too little of it is loadable
+        (9_000_000, 0, 120.0),  # the most
+    ],
+)
+def test_room_is_kept_in_proportion_to_what_a_context_costs_to_get_back(
+    pool_tokens: int, loadable_tokens: int, seconds: float
+) -> None:
+    """A rank that computes 100,000 tokens in 12.5 s: 10,000 a second, a quarter more for attention."""
+    desk = Desk(fleet(1, pool_tokens=pool_tokens), AlwaysHold())
+    desk.admission = Admission(AdmissionParameters(), AlwaysHold())
+    idle = ask("idle", 100_000, loadable={0: loadable_tokens})
+    size = pool_tokens * 85 // 100 - 50_000  # beside the idle one there is no room for this
+    desk.turn(idle)
+    assert isinstance(desk.offer(ask("next", size)), Hold)
+
+    assert desk.release(now=seconds) is None
+    assert desk.release(now=seconds + 0.001) is not None
+
+
+def test_who_was_at_work_meanwhile_is_not_idle() -> None:
+    """A turn at 40 s begins the minute anew."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 500))
+    desk.turn(ask("a", 500), now=40.0)
+    assert isinstance(desk.offer(ask("b", 500), now=50.0), Hold)
+
+    assert desk.release(now=99.0) is None
+    assert desk.release(now=101.0) is not None
+
+
+def test_what_a_lower_tier_holds_is_warm() -> None:
+    """70 % of the prompt can be loaded: it passes those who wait, while it fits."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 600))
+    assert isinstance(desk.offer(ask("waits", 500)), Hold)
+
+    assert desk.offer(ask("b", 400, loadable={0: 280})) == Admit(Passage.WARM, frozenset({0}))
+    assert isinstance(desk.offer(ask("c", 400, loadable={0: 279})), Hold)
+
+
+def test_charges_lapse_while_nobody_is_held_too() -> None:
+    """The guard is off and nobody comes back: of a hundred conversations those few stay charged that fit."""
+    guard = Guard()
+    guard.on = False
+    guard._departed = 1000.0
+    desk = Desk(fleet(1), guard)
+    for number in range(100):
+        desk.turn(ask(f"once{number}", 100), now=100.0 * number)
+
+    assert desk.admission.charged_tokens(0) <= 900
+    assert len(desk.admission._charges) <= 9
 
 
 def test_the_queue_is_strictly_first_come_first_served() -> None:

@@ -110,12 +110,31 @@ def test_how_long_a_head_is_waited_for(who: SessionKey | None, return_ratio: flo
         assert decide(AFFINITY, fleet, asked)[0] == slot
 
 
+@pytest.mark.parametrize(("queued_seconds", "slot"), [(1.43, 0), (1.45, 1)])
+def test_what_home_would_only_load_ties_a_session_once(queued_seconds: float, slot: int) -> None:
+    """900 of 1,000 tokens lie in home's lower tier: 0.28 s there, 1 s elsewhere. The 0.72 s saved count once more."""
+    fleet = Fleet(2)
+    fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+
+    assert decide(AFFINITY, fleet, request(loadable_tokens={0: 900}, home=0))[0] == slot
+
+
 def test_a_cold_session_is_free_to_move() -> None:
     """Home holds nothing any more: what it would save is nothing, and it queues."""
     fleet = Fleet(2)
     fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=0.5, now=0.0)
 
     assert decide(AFFINITY, fleet, request(home=0)) == (1, Reason.COLD)
+
+
+def test_a_head_that_all_ranks_hold_keeps_nobody_at_home() -> None:
+    """Compacted: 120 of 300 tokens are left at home, as elsewhere. Any queue is longer than none."""
+    fleet = Fleet(2)
+    fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, 0.05
+    asked = request(prompt_tokens=300, reusable_tokens={0: 120, 1: 120}, home=0)
+
+    assert decide(AFFINITY, fleet, asked) == (1, Reason.PREFIX)
+    assert price(fleet.ranks[1], asked, home=fleet.ranks[0], parameters=CostParameters(), now=0.0).move_seconds == 0.0
 
 
 def test_equal_ranks_share_cold_requests_at_random() -> None:

@@ -105,6 +105,7 @@ def test_the_host_tier_loads_at_a_fifth_of_the_time() -> None:
     assert cached < 10 * BLOCK
     assert again.work == pytest.approx(rest + 0.2 * (prefill_work(6400 - cached, 6400) - rest))
     assert again.work < 0.3 * whole
+    assert again.loaded_tokens == 99 * BLOCK - cached
 
 
 def test_a_prompt_that_does_not_fit_blocks_those_behind_it() -> None:
