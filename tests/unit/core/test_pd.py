@@ -111,18 +111,20 @@ def shared_seconds(rank: RankView, request: RouteRequest) -> float:
     return TOKEN_SECONDS * rank.pace.factor * (held - held // 4)
 
 
-def pair_seconds(p: RankView, d: RankView, request: RouteRequest, *, move_weight: float, home: bool, at: bool) -> float:
+def computing(rank: RankView, request: RouteRequest) -> float:
+    return TOKEN_SECONDS * rank.pace.factor * (request.prompt_tokens - request.reusable_tokens.get(rank.slot, 0))
+
+
+def pair_seconds(
+    p: RankView, d: RankView, request: RouteRequest, *, move_weight: float, home: bool, at: RankView | None
+) -> float:
     """The price of a pair as the page on disaggregation has it; idle ranks, no pools, no recent work.
 
-    ``home``: d is the session's home or it has none; ``at``: the same of p and its prefill home.
+    ``home``: d is the session's home or it has none; ``at``: its prefill home, if it has one.
     """
     held = request.reusable_tokens
     tokens = request.prompt_tokens
-
-    def computing(rank: RankView) -> float:
-        return TOKEN_SECONDS * rank.pace.factor * (tokens - held.get(rank.slot, 0))
-
-    seconds = max(p.load.waiting_seconds + computing(p), d.load.waiting_seconds)
+    seconds = max(p.load.waiting_seconds + computing(p, request), d.load.waiting_seconds)
     seconds += 0.005 + TRANSFER_SECONDS * (tokens - held.get(d.slot, 0))
     seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     if not home:
@@ -130,23 +132,20 @@ def pair_seconds(p: RankView, d: RankView, request: RouteRequest, *, move_weight
         seconds += move_weight * TRANSFER_SECONDS * held.get(request.home, 0)
     if request.prefill_home is None:
         seconds += shared_seconds(p, request)
-    if not at:
-        assert request.prefill_home is not None
-        seconds += move_weight * TOKEN_SECONDS * held.get(request.prefill_home, 0)
+    if at is not None:
+        seconds += move_weight * max(0.0, computing(p, request) - computing(at, request))
     return seconds
 
 
-def alone_seconds(d: RankView, request: RouteRequest, *, move_weight: float, home: bool) -> float:
-    held = request.reusable_tokens
-    own = TOKEN_SECONDS * d.pace.factor * (request.prompt_tokens - held.get(d.slot, 0))
+def alone_seconds(d: RankView, request: RouteRequest, *, move_weight: float, home: RankView | None) -> float:
+    own = computing(d, request)
     seconds = d.load.waiting_seconds + own
     seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     seconds += own * max(d.load.inflight - d.load.waiting, 1 if d.part.role is WorkerRole.DECODE else 0)
     if request.home is None:
         seconds += shared_seconds(d, request)
-    if not home:
-        assert request.home is not None
-        seconds += move_weight * TOKEN_SECONDS * held.get(request.home, 0)
+    if home is not None:
+        seconds += move_weight * max(0.0, own - computing(home, request))
     return seconds
 
 
@@ -200,7 +199,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
             request,
             move_weight=weight,
             home=request.home not in homes or request.home == d.slot,
-            at=request.prefill_home not in prompt_homes or request.prefill_home == p.slot,
+            at=ranks[request.prefill_home] if request.prefill_home in prompt_homes else None,
         )
         for p, d in pairs
     } | {
@@ -208,7 +207,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
             d,
             request,
             move_weight=weight,
-            home=request.home not in {one.slot for one in able} or request.home == d.slot,
+            home=ranks[request.home] if request.home in {one.slot for one in able} else None,
         )
         for d in able
     }
