@@ -11,7 +11,7 @@
   while it is warm at home, and free once it is cold there, or has no more there than a head that all ranks hold. The
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
   back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
-  busier the ranks are: by rho / (1 - rho) for a second of work.
+  busier the ranks are: by rho / (1 - rho) for a second of work. What home would load counts once only.
 
 Two kinds of requests have no home yet, and their choice costs others something, too. It is part of the move's term.
 
@@ -40,7 +40,7 @@ _EVICTED_RETURN_RATIO = 0.5
 #: and is too little to leave a cache for.
 _BUSY_WEIGHT = 2.0
 #: A token loaded from a lower tier, in tokens computed.
-_LOAD_RATIO = 0.2
+LOAD_RATIO = 0.2
 #: The part of a shared head that is credited to a conversation that begins: a fourth, as if three came after it.
 _SHARED_CREDIT_RATIO = 0.25
 #: What a subagent's first prompt costs others, for a second of its own work.
@@ -75,7 +75,7 @@ def work_seconds(rank: RankView, request: RouteRequest, *, credit_ratio: float =
     if loadable <= reusable:
         return computed
     rest = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - loadable, context_tokens=prompt_tokens)
-    return rest + _LOAD_RATIO * (computed - rest)
+    return rest + LOAD_RATIO * (computed - rest)
 
 
 def price(
@@ -92,11 +92,11 @@ def prices(
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
     busy = [_BUSY_SCALE * recent_seconds(rank.load, now=now) for rank in ranks]
-    move_factor = home_seconds = 0.0
+    move_factor, at_home = 0.0, (0.0, 0.0)
     if home is not None:
+        at_home = _parts(home, request, own_seconds=work_seconds(home, request))
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
         move_factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
-        home_seconds = work_seconds(home, request)
     credit_ratio, sibling_weight = 1.0, 0.0
     if request.home is None and request.session is not None:
         if request.session.agent:
@@ -110,17 +110,22 @@ def prices(
         to_others_seconds = sibling_weight * own_seconds
         if credit_ratio < 1.0:
             to_others_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
+        brought_seconds = own_seconds + to_others_seconds
+        if home is not None:
+            to_others_seconds = _move_seconds(
+                _parts(rank, request, own_seconds=own_seconds), at_home, factor=move_factor
+            )
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
                 rank.slot,
-                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * (own_seconds + to_others_seconds),
+                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * brought_seconds,
                 own_seconds,
                 _DECODE_STEPS
                 * pace.factor
                 * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
                 _evict_seconds(rank, added_tokens=uncached_tokens + request.output_tokens),
-                to_others_seconds if home is None else move_factor * max(0.0, own_seconds - home_seconds),
+                to_others_seconds,
             )
         )
     return found
@@ -131,3 +136,21 @@ def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:
         return 0.0
     overflow = max(0, min(added_tokens, rank.resident_tokens() + added_tokens - rank.pool_tokens))
     return _EVICTED_RETURN_RATIO * rank.pace.factor * rank.pace.token_seconds * overflow
+
+
+def _parts(rank: RankView, request: RouteRequest, *, own_seconds: float) -> tuple[float, float]:
+    """Prefill of all that is not on the rank's device, and what loading saves of that."""
+    if not request.loadable_tokens:
+        return own_seconds, 0.0
+    uncached_tokens = request.prompt_tokens - reusable_tokens(rank, request)
+    computing = prefill_seconds(rank.pace, uncached_tokens=uncached_tokens, context_tokens=request.prompt_tokens)
+    return computing, computing - own_seconds
+
+
+def _move_seconds(here: tuple[float, float], at_home: tuple[float, float], *, factor: float) -> float:
+    """What home saves of computing is lost to others ``factor`` times, what it saves by loading no more than once: who
+    has to load at home would load there again, and finds everything on the device where it moves to.
+    """
+    computing, loading = here
+    home_computing, home_loading = at_home
+    return factor * max(0.0, computing - home_computing) + min(1.0, factor) * max(0.0, home_loading - loading)
