@@ -11,8 +11,9 @@ Only the engine thread touches the scheduler, the runner and the live event sock
 before its tokens do, so whoever reads an answer's end can know what the cache holds.
 
 **Failure.** A step whose runner raises ends that step's requests with ``ERROR`` and the rank goes on; after
-``MAX_FAILED_STEPS`` such steps in a row the rank fails. Any other error, a cache that contradicts itself or its shadow
-above all, fails it at once. A failed rank ends all its requests, takes no more, and says why in ``failure``.
+``MAX_FAILED_STEPS`` such steps in a row the rank fails. A step one of whose loads did not arrive is run again without.
+Any other error, a cache that contradicts itself or its shadow above all, fails the rank at once. A failed rank ends all
+its requests, takes no more, and says why in ``failure``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import asyncio
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,11 +30,13 @@ import structlog
 
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.cache.radix import RadixCache
+from engine_shim.cache.transfers import BackgroundMover, LoadError
 from engine_shim.events import EventPublisher
+from engine_shim.mailbox import Mailbox
 from engine_shim.metrics import Latencies
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.stats import Stats
-from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner, TokenLogprob
+from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner
 from router.wire.kv_events import Snapshot
 
 log = structlog.get_logger(__name__)
@@ -42,68 +45,6 @@ MAX_FAILED_STEPS = 3
 #: The cache is recounted when the rank falls idle, but not more often than this.
 CHECK_INTERVAL_SECONDS = 5.0
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What came for one prompt of an HTTP request since the mailbox was last emptied."""
-
-    index: int
-    tokens: tuple[int, ...]
-    finish: FinishReason | None
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class Mailbox:
-    """Where an HTTP request's new tokens wait for it. Lives in the event loop.
-
-    Steps that come faster than the reader are merged, so a slow reader costs memory for tokens, not for messages.
-    """
-
-    def __init__(self, prompts: int) -> None:
-        self._tokens: list[list[int]] = [[] for _ in range(prompts)]
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(prompts)]
-        self._finishes: list[FinishReason | None] = [None] * prompts
-        self._news: dict[int, None] = {}
-        self._wake = asyncio.Event()
-        self._closed = False
-
-    def put(
-        self,
-        index: int,
-        tokens: Sequence[int],
-        finish: FinishReason | None,
-        *,
-        logprobs: Sequence[TokenLogprob] = (),
-    ) -> None:
-        """Add what one step made for one prompt."""
-        self._tokens[index] += tokens
-        self._logprobs[index] += logprobs
-        if finish is not None:
-            self._finishes[index] = finish
-        self._news[index] = None
-        self._wake.set()
-
-    def close(self) -> None:
-        """Nobody reads any more; a pending ``take`` returns nothing."""
-        self._closed = True
-        self._wake.set()
-
-    async def take(self) -> list[Delta]:
-        """Wait for news and return it, one delta per prompt that has some; empty once closed."""
-        if not self._news and not self._closed:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._closed:
-            return []
-        deltas = []
-        for index in self._news:
-            tokens, logprobs = self._tokens[index], self._logprobs[index]
-            deltas.append(Delta(index, tuple(tokens), self._finishes[index], tuple(logprobs)))
-            tokens.clear()
-            logprobs.clear()
-        self._news.clear()
-        return deltas
 
 
 @dataclass(slots=True)
@@ -135,6 +76,7 @@ class Engine:
         layout: CacheLayout,
         publisher: EventPublisher | None,
         clock: Callable[[], float],
+        mover: BackgroundMover | None = None,
     ) -> None:
         self.rank = rank
         self.layout = layout
@@ -145,6 +87,10 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._mover = mover
+        if mover is not None:
+            mover.notify = functools.partial(self._commands.put, scheduler.poll)
+        self._is_blocked = False
         self._flights: dict[str, _Flight] = {}
         self._open: dict[str, tuple[Mailbox, int]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -178,9 +124,11 @@ class Engine:
         self._commands.put(_nothing)
 
     def join(self) -> None:
-        """Wait for the stopped thread, then close the publisher."""
+        """Wait for the stopped thread, then close the mover and the publisher."""
         if self._thread.ident is not None:
             self._thread.join()
+        if self._mover is not None:
+            self._mover.close()
         if self.publisher is not None:
             self.publisher.close()
 
@@ -237,7 +185,7 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Run what the event loop asked for; sleep until it asks when there is nothing else to do."""
-        if not self._scheduler.has_work:
+        if self._is_blocked or not self._scheduler.has_work:
             self._idle()()
         while not self._commands.empty():
             self._commands.get()()
@@ -258,15 +206,21 @@ class Engine:
         batch = self._scheduler.schedule()
         if batch is None:
             refused = self._scheduler.drain_outputs()
-            if not refused:
+            # A transfer that lands is a command, so there is something to wake up for.
+            self._is_blocked = not refused and self._scheduler.awaits_transfers
+            if not (refused or self._is_blocked):
                 raise RuntimeError("requests wait, but the scheduler runs none of them")
             self._deliver(refused)
             return
+        self._is_blocked = False
         self._note_scheduled(batch)
         try:
             sampled = self._runner.run(batch)
         except IntegrityError:
             raise
+        except LoadError as error:
+            log.warning("load_failed", rank=self.rank, requests=len(batch.chunks), error=str(error))
+            outputs = self._scheduler.rewind(batch)
         except Exception as error:  # noqa: BLE001 - whatever a model or device raises; logged and counted
             outputs = self._fail_step(batch, error)
         else:
@@ -298,6 +252,8 @@ class Engine:
             self._deliver(self._scheduler.drain_outputs())
 
     def _reset(self) -> bool:
+        while self._scheduler.awaits_transfers and not self._scheduler.has_work:
+            self._commands.get()()  # the cache is in no one's way but that of its own copies, which land
         done = self._scheduler.reset_cache()
         self._publish()
         return done

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from engine_shim.answers import DONE, Piece, Shape, Usage, WordedLogprob, join, sse
 from engine_shim.api import ApiError
-from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
+from engine_shim.engine import Engine, EngineStopped
+from engine_shim.mailbox import Delta, Mailbox
 from engine_shim.structured import ToolForce
 from engine_shim.text import TextStream
 from engine_shim.tools import CallReader

@@ -11,6 +11,7 @@ has landed. Until then every page that a transfer reads or writes is kept for it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -80,4 +81,14 @@ class Mover(Protocol):
 
     def landed(self) -> list[Landing]:
         """What has ended since the last call; does not wait."""
+        ...
+
+
+class BackgroundMover(Mover, Protocol):
+    """One that works while nobody calls it. ``notify`` is called, from any thread, whenever something has landed."""
+
+    notify: Callable[[], None]
+
+    def close(self) -> None:
+        """End what is under way and let go of everything."""
         ...

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from engine_shim.cache.integrity import IntegrityError
-from engine_shim.engine import Delta, Engine, EngineStopped, Mailbox
+from engine_shim.engine import Engine, EngineStopped
 from engine_shim.events import Endpoints, EventPublisher
+from engine_shim.mailbox import Delta, Mailbox
 from engine_shim.model.tokenizer import read_card
 from engine_shim.runner.shadow import ShadowError
 from engine_shim.schedule.scheduler import Scheduler
