@@ -18,12 +18,13 @@ since they pass at the same time. The cheapest pair is found exactly, in O(n log
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -108,14 +109,11 @@ class Ways:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A prefill and a decode rank with the price of each one's leg, and of both together."""
+class Pair(NamedTuple):
+    """Two legs and their price together."""
 
-    prefill: RankView
-    decode: RankView
-    prefill_price: Price
-    decode_price: Price
+    prefill: Leg
+    decode: Leg
     seconds: float
 
 
@@ -178,7 +176,8 @@ class PairOneByOne:
         prefill = next(rank for rank in partners if rank.slot == prompt.slot)
         (prefill_price,) = prefill_prices([prefill], request, parameters=CostParameters(), now=now)
         (decode_price,) = decode_prices([chosen], request, parameters=CostParameters(), now=now)
-        pair = Pair(prefill, chosen, prefill_price, decode_price, _together(prefill_price, decode_price))
+        legs = Leg.of(prefill, prefill_price), Leg.of(chosen, decode_price)
+        pair = Pair(*legs, _together(*legs))
         return msgspec.structs.replace(_paired(pair, ways, request), reason=answer.reason)
 
 
@@ -212,13 +211,10 @@ def alone_prices(
     ranks: Sequence[RankView], request: RouteRequest, *, parameters: CostParameters, now: float
 ) -> list[Price]:
     """What a rank costs that does all of it. The stall is part of ``decode_seconds``."""
+    found = prices(ranks, request, home=_home(ranks, request.home), parameters=parameters, now=now)
     return [
-        price._replace(decode_seconds=price.decode_seconds + price.work_seconds * _stalled_answers(rank))
-        for rank, price in zip(
-            ranks,
-            prices(ranks, request, home=_home(ranks, request.home), parameters=parameters, now=now),
-            strict=True,
-        )
+        Price(slot, wait, work, decode + work * _stalled_answers(rank), evict, move)
+        for rank, (slot, wait, work, decode, evict, move, _) in zip(ranks, found, strict=True)
     ]
 
 
@@ -228,7 +224,7 @@ def prefill_prices(
     """What the prompt costs on a prefill rank. Nothing decodes there."""
     prompt = _prompt_alone(request)
     found = prices(ranks, prompt, home=_home(ranks, prompt.home), parameters=parameters, now=now)
-    return [price._replace(decode_seconds=0.0) for price in found]
+    return [Price(slot, wait, work, 0.0, evict, move) for slot, wait, work, _, evict, move, _ in found]
 
 
 def decode_prices(
@@ -242,11 +238,14 @@ def decode_prices(
         saved_tokens = reusable_tokens(home, request)
         move_seconds = parameters.move_weight * request.return_ratio * saved_tokens * home.pace.transfer_token_seconds
     return [
-        price._replace(
-            wait_seconds=wait_seconds(rank.load, now=now),
-            work_seconds=0.0,
-            move_seconds=0.0 if home is None or rank.slot == home.slot else move_seconds,
-            transfer_seconds=transfer_seconds(rank.pace, tokens=_missing_tokens(rank, request)),
+        Price(
+            price.slot,
+            wait_seconds(rank.load, now=now),
+            0.0,
+            price.decode_seconds,
+            price.evict_seconds,
+            0.0 if rank is home else move_seconds,
+            transfer_seconds(rank.pace, tokens=_missing_tokens(rank, request)),
         )
         for rank, price in zip(ranks, found, strict=True)
     ]
@@ -283,18 +282,24 @@ def _others(prices: Sequence[Price], than: Sequence[Price]) -> list[Price]:
 # --- the cheapest pair ----------------------------------------------------------------------------
 
 
-def _ready_seconds(price: Price) -> float:
-    return price.wait_seconds + price.work_seconds
+class Leg(NamedTuple):
+    """A rank with the price of its leg, in two parts: until it is ready for the other one, and the rest."""
+
+    rank: RankView
+    price: Price
+    ready_seconds: float
+    rest_seconds: float
+
+    @classmethod
+    def of(cls, rank: RankView, price: Price) -> Leg:
+        """Split the price."""
+        ready_seconds = price.wait_seconds + price.work_seconds
+        return cls(rank, price, ready_seconds, price.total_seconds - ready_seconds)
 
 
-def _together(prefill: Price, decode: Price) -> float:
+def _together(prefill: Leg, decode: Leg) -> float:
     """What a pair costs: both wait at the same time, all else adds up."""
-    ready_seconds = max(_ready_seconds(prefill), _ready_seconds(decode))
-    return ready_seconds + _rest_seconds(prefill) + _rest_seconds(decode)
-
-
-def _rest_seconds(price: Price) -> float:
-    return price.total_seconds - _ready_seconds(price)
+    return max(prefill.ready_seconds, decode.ready_seconds) + prefill.rest_seconds + decode.rest_seconds
 
 
 def cheapest_pair(
@@ -310,49 +315,43 @@ def cheapest_pair(
     return min(found, key=lambda pair: pair.seconds, default=None)
 
 
-def _speaking(handover: Handover, ranks: Sequence[RankView], prices: Sequence[Price]) -> list[tuple[RankView, Price]]:
-    return [(rank, price) for rank, price in zip(ranks, prices, strict=True) if rank.part.handover is handover]
+def _speaking(handover: Handover, ranks: Sequence[RankView], prices: Sequence[Price]) -> list[Leg]:
+    return [Leg.of(rank, price) for rank, price in zip(ranks, prices, strict=True) if rank.part.handover is handover]
 
 
-def _cheapest_of(
-    prefill: Sequence[tuple[RankView, Price]],
-    decode: Sequence[tuple[RankView, Price]],
-    request: RouteRequest,
-    *,
-    rng: Random,
-) -> Pair:
+def _cheapest_of(prefill: Sequence[Leg], decode: Sequence[Leg], request: RouteRequest, *, rng: Random) -> Pair:
     """For each prefill rank its best partner: of those ready before it the one with the least besides waiting, of those
     ready later the one with the least in all.
     """
-    by_readiness = sorted((price for _, price in decode), key=_ready_seconds)
-    readiness = [_ready_seconds(price) for price in by_readiness]
-    earlier = list(accumulate((_rest_seconds(price) for price in by_readiness), min, initial=float("inf")))
-    later = list(accumulate((price.total_seconds for price in reversed(by_readiness)), min, initial=float("inf")))
+    by_readiness = sorted((ready, rest) for _, _, ready, rest in decode)
+    readiness = [ready for ready, _ in by_readiness]
+    earlier = list(accumulate((rest for _, rest in by_readiness), min, initial=math.inf))
+    later = list(accumulate((ready + rest for ready, rest in reversed(by_readiness)), min, initial=math.inf))
     later.reverse()
 
-    def best_seconds(price: Price) -> float:
-        ready_seconds = _ready_seconds(price)
-        place = bisect_right(readiness, ready_seconds)
-        return _rest_seconds(price) + min(ready_seconds + earlier[place], later[place])
+    def best_seconds(leg: Leg) -> float:
+        place = bisect_right(readiness, leg.ready_seconds)
+        return leg.rest_seconds + min(leg.ready_seconds + earlier[place], later[place])
 
-    bests = [best_seconds(price) for _, price in prefill]
+    bests = [best_seconds(leg) for leg in prefill]
     limit = min(bests) + _TIE_SECONDS
-    rank, price = _drawn(
-        [leg for leg, best in zip(prefill, bests, strict=True) if best <= limit], request.prefill_home, rng
-    )
-    partner, partner_price = _drawn([leg for leg in decode if _together(price, leg[1]) <= limit], request.home, rng)
-    return Pair(rank, partner, price, partner_price, _together(price, partner_price))
+    equal = [leg for leg, best in zip(prefill, bests, strict=True) if best <= limit]
+    chosen = _drawn(equal, request.prefill_home, rng)
+    # What was added up in another order may differ in the last digits.
+    limit = best_seconds(chosen) + _TIE_SECONDS
+    partner = _drawn([leg for leg in decode if _together(chosen, leg) <= limit], request.home, rng)
+    return Pair(chosen, partner, _together(chosen, partner))
 
 
-def _drawn(equal: Sequence[tuple[RankView, Price]], home: int | None, rng: Random) -> tuple[RankView, Price]:
-    return next((leg for leg in equal if leg[0].slot == home), None) or rng.choice(equal)
+def _drawn(equal: Sequence[Leg], home: int | None, rng: Random) -> Leg:
+    return next((leg for leg in equal if leg.rank.slot == home), None) or rng.choice(equal)
 
 
 # --- decisions ------------------------------------------------------------------------------------
 
 
 def _paired(pair: Pair, ways: Ways, request: RouteRequest) -> Decision:
-    chosen, reusable = pair.prefill, request.reusable_tokens
+    chosen, decode, reusable = pair.prefill.rank, pair.decode.rank, request.reusable_tokens
     expected_tokens = reusable.get(chosen.slot, 0)
     best_tokens = max(reusable.get(rank.slot, 0) for rank in ways.prefill)
     reason = Affinity.reason(chosen, _home(ways.prefill, request.prefill_home), request)
@@ -366,17 +365,17 @@ def _paired(pair: Pair, ways: Ways, request: RouteRequest) -> Decision:
         reason=reason,
         expected_cached_tokens=expected_tokens,
         best_cached_tokens=best_tokens,
-        expected_prefill_seconds=pair.prefill_price.work_seconds,
-        transfer_tokens=_missing_tokens(pair.decode, request),
+        expected_prefill_seconds=pair.prefill.price.work_seconds,
+        transfer_tokens=_missing_tokens(decode, request),
     )
-    return msgspec.structs.replace(prefill, slot=pair.decode.slot, id=pair.decode.id, prefill=prefill)
+    return msgspec.structs.replace(prefill, slot=decode.slot, id=decode.id, prefill=prefill)
 
 
 def _by_itself(chosen: RankView, ways: Ways, request: RouteRequest) -> Decision:
     if request.exclude:
         reason = Reason.RETRY
     elif chosen.part.role is WorkerRole.DECODE:
-        reason = Reason.BYPASS if chosen in ways.decode else Reason.DEGRADED
+        reason = Reason.BYPASS if any(rank is chosen for rank in ways.decode) else Reason.DEGRADED
     elif len(ways.alone) == 1 and not ways.decode:
         reason = Reason.ONLY
     else:
