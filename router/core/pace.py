@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 from router.core.types import RankPace, Trust
 
 #: Prefills shorter than this say more about overheads than about speed.
 MIN_SAMPLE_TOKENS = 64
+#: Prefills shorter than this say nothing of what attention costs: to them overheads look like it.
+MIN_ATTENTION_TOKENS = 1024
 _STEADY_WEIGHT = 0.05
+#: What attention costs is learned when the speed is known, and more slowly.
+_ATTENTION_SAMPLES = 20
+_ATTENTION_WEIGHT = 0.03
+#: The spread of attention's share of a prefill's time, squared, that is taken for granted before any is seen.
+_SHARE_VARIANCE = 0.01
 _LARGEST_STEP = math.log(4.0)
 _TRUST_WEIGHT = 0.1
 
@@ -30,7 +38,8 @@ def prefill_seconds(pace: RankPace, *, uncached_tokens: int, context_tokens: int
 
 
 class PaceLearner:
-    """Moves a rank's ``factor`` towards observed over predicted service time.
+    """Moves a rank's ``factor`` towards observed over predicted service time, and what attention costs by how far those
+    prefills of which it is a large share are further off than others (least mean squares, in logarithms).
 
     Averages logarithms, so that one outlier of a thousand weighs no more than one of four; the first samples
     weigh more (1/n), so that a guess ten times off is gone after a handful of requests.
@@ -40,6 +49,7 @@ class PaceLearner:
         self.pace = pace
         self._samples = 0
         self._transfers = 0
+        self._attention_share = 0.0
         self._peers = PacePeers() if peers is None else peers
         self._peers.join(self)
 
@@ -56,9 +66,17 @@ class PaceLearner:
         """One first token came ``served_seconds`` after the rank began on it."""
         if uncached_tokens < MIN_SAMPLE_TOKENS or served_seconds <= 0.0:
             return
-        expected = prefill_seconds(self.pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
+        pace = self.pace
+        expected = prefill_seconds(pace, uncached_tokens=uncached_tokens, context_tokens=context_tokens)
+        attention_share = 1.0 - pace.factor * pace.token_seconds * uncached_tokens / expected
+        error = _bounded_log(served_seconds / expected)
         self._samples += 1
-        self.pace.factor *= _correction(served_seconds / expected, samples=self._samples)
+        weight = _weight(self._samples)
+        pace.factor *= math.exp(weight * error)
+        if uncached_tokens >= MIN_ATTENTION_TOKENS and self._samples > _ATTENTION_SAMPLES:
+            apart = attention_share - self._attention_share
+            self._attention_share += weight * apart
+            pace.attention_seconds *= math.exp(_ATTENTION_WEIGHT * error * apart / (apart * apart + _SHARE_VARIANCE))
         self._peers.share()
 
     def observe_transfer(self, *, seconds: float, tokens: int) -> None:
@@ -67,7 +85,8 @@ class PaceLearner:
             return
         self._transfers += 1
         expected = tokens * self.pace.transfer_token_seconds
-        self.pace.transfer_token_seconds *= _correction(seconds / expected, samples=self._transfers)
+        error = _bounded_log(seconds / expected)
+        self.pace.transfer_token_seconds *= math.exp(_weight(self._transfers) * error)
 
 
 class PacePeers:
@@ -93,16 +112,21 @@ class PacePeers:
         untried = [learner for learner in self._learners if learner.is_untried]
         if not untried or len(untried) == len(self._learners):
             return
-        tried = [math.log(learner.pace.factor) for learner in self._learners if not learner.is_untried]
-        factor = math.exp(math.fsum(tried) / len(tried))
+        tried = [learner.pace for learner in self._learners if not learner.is_untried]
+        factor = statistics.geometric_mean(pace.factor for pace in tried)
+        attention_seconds = statistics.geometric_mean(pace.attention_seconds for pace in tried)
         for learner in untried:
-            learner.pace.factor = factor
+            learner.pace.factor, learner.pace.attention_seconds = factor, attention_seconds
 
 
-def _correction(ratio: float, *, samples: int) -> float:
-    """What to multiply an estimate with of which observation number ``samples`` was ``ratio`` times as much."""
-    step = min(_LARGEST_STEP, max(-_LARGEST_STEP, math.log(ratio)))
-    return math.exp(step * max(_STEADY_WEIGHT, 1.0 / (samples + 1)))
+def _bounded_log(ratio: float) -> float:
+    """How far off an estimate is, observed over predicted; outliers count as four times off."""
+    return min(_LARGEST_STEP, max(-_LARGEST_STEP, math.log(ratio)))
+
+
+def _weight(samples: int) -> float:
+    """Of the newest of so many observations."""
+    return max(_STEADY_WEIGHT, 1.0 / (samples + 1))
 
 
 def judge(trust: Trust, *, predicted_tokens: int, actual_tokens: int, slack_tokens: int) -> None:
