@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.rank_state import keys_of_event
 from router.wire.block_keys import block_keys, namespace_seed
@@ -32,6 +33,7 @@ _VOCABULARY = 150_000
 _RANKS = (64, 1_000)
 _LOOKUP_CHAINS = 2
 _FURTHER_HOLDERS = 63
+_POOL_BLOCKS = 1 << 20
 _PEER = Path(__file__).with_name("index_peer.py")
 _TURNS = 3
 
@@ -200,7 +202,7 @@ def _stored(chain: _Chain, *, blocks: int = _CHAIN_BLOCKS) -> BlockStored:
 def _index(ranks: int) -> PrefixIndex:
     index = PrefixIndex(block_tokens=_BLOCK_TOKENS)
     for rank in range(ranks):
-        index.add_rank(rank, domain="engine")
+        index.add_rank(rank, domain="engine", pool=Pool(_POOL_BLOCKS))
     return index
 
 

@@ -112,17 +112,15 @@ class Pool:
     # --- events ---------------------------------------------------------------------------------------
 
     def stored(self, parent: int | None, keys: Sequence[int]) -> None:
-        """The rank stored blocks. Of those that wait for one of them, the first has it."""
+        """The rank stored blocks, with the last of them all that the first has that waits for it."""
         if not keys:
             return
         self._order.add(parent, keys)
         self._forecast = None
-        if self._awaited and not self._awaited.keys().isdisjoint(keys):
-            for key in keys:
-                if key in self._awaited:
-                    allocation = self._awaited[key][0]
-                    self.begun(allocation)
-                    self._settle(allocation)
+        if waiting := self._awaited.get(keys[-1]):
+            allocation = waiting[0]
+            self.begun(allocation)
+            self._settle(allocation)
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave blocks up. Before, it held so many copies."""
@@ -139,9 +137,14 @@ class Pool:
 
     # --- the forecast -----------------------------------------------------------------------------------
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether any request is unheard of; without one there is nothing to foretell."""
+        return bool(self._pending)
+
     def kept(self, keys: Sequence[int], depth: int, *, copies: int) -> int:
         """How many of the first ``depth`` blocks will be there. ``copies`` is all that the rank holds now."""
-        if not self._pending or self._blocks is None or len(self._pending) > MAX_PENDING:
+        if not self._pending or self._blocks is None or len(self._pending) > MAX_PENDING or copies > self._blocks:
             return depth
         # A request that runs holds a block begun. Where that does not fit, one has ended that seems to run.
         room = max(0, self._blocks - copies - len(self._running))

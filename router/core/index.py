@@ -71,10 +71,11 @@ class PrefixIndex(Residency):
         reusable: dict[int, int] = {}
         for slot, depth in self._depths(keys, prompt_tokens).items():
             rank = self._ranks[slot]
-            if rank.pool is not None:
+            if rank.pool is not None and rank.pool.has_pending:
                 depth = self._kept(rank.pool, slot, keys, depth)
             units = self._boundary(rank, keys, depth) if rank.rules else depth
-            units -= rank.stride * rank.geometry.eagle
+            if rank.geometry.eagle:
+                units -= rank.stride
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
