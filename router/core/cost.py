@@ -92,9 +92,9 @@ def prices(
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
     busy = [_BUSY_SCALE * recent_seconds(rank.load, now=now) for rank in ranks]
-    move_factor, at_home = 0.0, (0.0, 0.0)
+    move_factor = home_seconds = 0.0
     if home is not None:
-        at_home = _parts(home, request, own_seconds=work_seconds(home, request))
+        home_seconds = work_seconds(home, request)
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
         move_factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
     credit_ratio, sibling_weight = 1.0, 0.0
@@ -106,15 +106,16 @@ def prices(
     found: list[Price] = []
     for rank, busy_ratio in zip(ranks, busy, strict=True):
         load, pace = rank.load, rank.pace
-        own_seconds = work_seconds(rank, request)
-        to_others_seconds = sibling_weight * own_seconds
-        if credit_ratio < 1.0:
-            to_others_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
-        brought_seconds = own_seconds + to_others_seconds
-        if home is not None:
-            to_others_seconds = _move_seconds(
-                _parts(rank, request, own_seconds=own_seconds), at_home, factor=move_factor
-            )
+        own_seconds = brought_seconds = work_seconds(rank, request)
+        if home is None:
+            move_seconds = sibling_weight * own_seconds
+            if credit_ratio < 1.0:
+                move_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
+            brought_seconds += move_seconds
+        elif request.loadable_tokens:
+            move_seconds = _move_seconds(rank, home, request, factor=move_factor)
+        else:
+            move_seconds = move_factor * max(0.0, own_seconds - home_seconds)
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
@@ -125,7 +126,7 @@ def prices(
                 * pace.factor
                 * (pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens),
                 _evict_seconds(rank, added_tokens=uncached_tokens + request.output_tokens),
-                to_others_seconds,
+                move_seconds,
             )
         )
     return found
@@ -138,19 +139,18 @@ def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:
     return _EVICTED_RETURN_RATIO * rank.pace.factor * rank.pace.token_seconds * overflow
 
 
-def _parts(rank: RankView, request: RouteRequest, *, own_seconds: float) -> tuple[float, float]:
-    """Prefill of all that is not on the rank's device, and what loading saves of that."""
-    if not request.loadable_tokens:
-        return own_seconds, 0.0
-    uncached_tokens = request.prompt_tokens - reusable_tokens(rank, request)
-    computing = prefill_seconds(rank.pace, uncached_tokens=uncached_tokens, context_tokens=request.prompt_tokens)
-    return computing, computing - own_seconds
-
-
-def _move_seconds(here: tuple[float, float], at_home: tuple[float, float], *, factor: float) -> float:
+def _move_seconds(rank: RankView, home: RankView, request: RouteRequest, *, factor: float) -> float:
     """What home saves of computing is lost to others ``factor`` times, what it saves by loading no more than once: who
     has to load at home would load there again, and finds everything on the device where it moves to.
     """
-    computing, loading = here
-    home_computing, home_loading = at_home
-    return factor * max(0.0, computing - home_computing) + min(1.0, factor) * max(0.0, home_loading - loading)
+    computing, loading_saves = _parts(rank, request)
+    home_computing, home_loading_saves = _parts(home, request)
+    saved = min(1.0, factor) * max(0.0, home_loading_saves - loading_saves)
+    return saved + factor * max(0.0, computing - home_computing)
+
+
+def _parts(rank: RankView, request: RouteRequest) -> tuple[float, float]:
+    """Prefill of all that is not on the rank's device, and what loading saves of that."""
+    uncached_tokens = request.prompt_tokens - reusable_tokens(rank, request)
+    computing = prefill_seconds(rank.pace, uncached_tokens=uncached_tokens, context_tokens=request.prompt_tokens)
+    return computing, computing - work_seconds(rank, request)
