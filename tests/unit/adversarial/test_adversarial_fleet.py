@@ -268,8 +268,8 @@ def _recording(folder: Path) -> Recording:
 
 
 def test_throughput_does_not_fall_off_the_cliff(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Four pools hold the contexts of fifteen lanes. With twice and four times as many, a router that admits all computes
-    nearly everything again, and serves half the turns of fifteen; ours serves more than those."""
+    """Four pools hold the contexts of fifteen lanes. With twice and four times as many, a router that admits all
+    computes nearly everything again, and serves half the turns of fifteen; ours serves more than those."""
     folder = tmp_path_factory.mktemp("cliff")
     ours, sticky = ([cliff(folder, policy, lanes) for lanes in (8, 15, 30, 60)] for policy in ("affinity", "sticky"))
 
