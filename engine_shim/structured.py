@@ -131,7 +131,8 @@ def _of_structured(value: object) -> Grammar:
     param = "structured_outputs"
     if not isinstance(value, Mapping):
         raise ApiError("structured_outputs must be an object", param=param)
-    asked = {name: each for name, each in value.items() if name in (*_KINDS, "json_object", "structural_tag") and each}
+    known = (*_KINDS, "json_object", "structural_tag")
+    asked = {name: each for name, each in value.items() if name in known and each not in (None, False)}
     if len(asked) != 1 or "structural_tag" in asked:
         raise ApiError("structured_outputs names one of json, json_object, regex, choice and grammar", param=param)
     ((name, each),) = asked.items()

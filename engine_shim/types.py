@@ -16,11 +16,15 @@ NULL_PAGE = 0
 
 
 class GroupKind(StrEnum):
-    """How the layers of a cache group look back. The values are vLLM's ``kv_cache_spec_kind``."""
+    """How the layers of a cache group look back. The values are vLLM's ``kv_cache_spec_kind``.
+
+    A draft group, which looks back over everything as well, belongs to a draft head; nobody is told of it.
+    """
 
     FULL = "full_attention"
     WINDOW = "sliding_window"
     STATE = "mamba"
+    DRAFT = "draft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ class CacheGroup:
 class CacheLayout:
     """The cache of one rank: groups and, for each, how many pages its pool has (null page included).
 
-    Group 0 is the full-attention group, a window group follows, then a state group, if the model has such layers.
+    Group 0 is the full-attention group, a window group follows, then a state group, if the model has such layers; last
+    comes the group of the draft head, if one drafts, with as many pages as group 0.
     Long prompts leave a state every ``checkpoint_tokens`` (a multiple of the page).
     """
 
@@ -59,6 +64,11 @@ class CacheLayout:
     def state(self) -> CacheGroup | None:
         """The group of recurrent layers, if there is one."""
         return next((group for group in self.groups if group.kind is GroupKind.STATE), None)
+
+    @property
+    def draft(self) -> CacheGroup | None:
+        """The group of the draft head, if there is one."""
+        return next((group for group in self.groups if group.kind is GroupKind.DRAFT), None)
 
     def window_pages(self) -> int:
         """Pages before a match boundary that must be resident in the window group: ceil((W-1)/page)."""

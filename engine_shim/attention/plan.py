@@ -65,10 +65,12 @@ class StatePlan:
 class Plan:
     """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order.
 
-    Of a chunk with drafts these are the rows of its last own token and of each draft.
+    Of a chunk with drafts these are the rows of its last own token and of each draft. ``chunks`` are as they ran, with
+    drafts as positions like any other.
     ``groups`` are those of attention; ``states`` is None for a model without recurrent layers.
     """
 
+    chunks: tuple[Chunk, ...]
     tokens: Tensor
     positions: Tensor
     sampled: Tensor
@@ -103,26 +105,43 @@ def make_plan(
     def place(array: Integers) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    groups = []
-    for group in layout.groups:
-        if group.kind is GroupKind.STATE:
-            continue
-        writes = np.concatenate([_written_slots(c, group, page_tokens=layout.page_tokens) for c in chunks])
-        segments = []
-        for members in _together(chunks, group):
-            rows = np.concatenate([np.arange(first_rows[i], ends[i]) for i in members])
-            keys = _keys([chunks[i] for i in members], group, page_tokens=layout.page_tokens)
-            causal = keys.offset == 0 and counts[members[0]] > 1 and not keys.windowed(group)
-            mask = None if causal else _mask(keys, group, device=device, dtype=dtype)
-            segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=causal))
-        groups.append(GroupPlan(writes=place(writes), segments=tuple(segments)))
+    attention = (group for group in layout.groups if group.kind in (GroupKind.FULL, GroupKind.WINDOW))
     return Plan(
+        chunks=tuple(chunks),
         tokens=place(np.array(tokens, dtype=np.int64)),
         positions=place(positions),
         sampled=place(sampled),
-        groups=tuple(groups),
+        groups=tuple(
+            group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype) for group in attention
+        ),
         states=_states(chunks, layout.state, first_rows, drafts=drafts, device=device) if layout.state else None,
     )
+
+
+def group_plan(
+    chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int, device: torch.device, dtype: torch.dtype
+) -> GroupPlan:
+    """What chunks that run side by side write and read in one group of attention layers."""
+
+    def place(array: Integers) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    ends = np.cumsum([chunk.count for chunk in chunks])
+    segments = []
+    for members in _together(chunks, group):
+        rows = np.concatenate([np.arange(ends[i] - chunks[i].count, ends[i]) for i in members])
+        keys = _keys([chunks[i] for i in members], group, page_tokens=page_tokens)
+        causal = keys.offset == 0 and keys.count > 1 and not keys.windowed(group)
+        mask = None if causal else _mask(keys, group, device=device, dtype=dtype)
+        segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=causal))
+    writes = group_writes(chunks, group, page_tokens=page_tokens, device=device)
+    return GroupPlan(writes=writes, segments=tuple(segments))
+
+
+def group_writes(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int, device: torch.device) -> Tensor:
+    """The slots of the chunks' own positions in one group, ``[tokens]``."""
+    slots = np.concatenate([_written_slots(chunk, group, page_tokens=page_tokens) for chunk in chunks])
+    return torch.from_numpy(slots).to(device, non_blocking=True)
 
 
 def _states(

@@ -7,8 +7,9 @@ The tree knows runs of pages and how they branch; a *component* knows one group'
     window      run by run      the window before is present,   the window before   the oldest run, at the
                                 or all there is, if shorter                         root's end of a window
     state       at a run's end  a state stands exactly there    that one state      the oldest state
+    draft       where full is   (always)                        the whole path      with full, never by itself
 
-A fourth, say the cache of a draft model, answers the same questions; the tree asks nothing else of it.
+The tree asks nothing else of any of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Component:
 
     #: When a listed node is cut, whether its upper half goes before the lower one.
     upper_first: ClassVar[bool] = False
+    #: Every node has it, all pages of it.
+    is_whole: ClassVar[bool] = True
 
     def __init__(self, group: CacheGroup, pages: int, events: EventRecorder) -> None:
         self.index = group.index
@@ -155,6 +158,7 @@ class WindowComponent(Component):
     """Sliding-window layers: only the last window before a boundary matters to whoever resumes there."""
 
     upper_first = True
+    is_whole = False
 
     def __init__(self, layout: CacheLayout, group: CacheGroup, events: EventRecorder) -> None:
         super().__init__(group, layout.pages[group.index], events)
@@ -204,6 +208,8 @@ class WindowComponent(Component):
 class StateComponent(Component):
     """Recurrent layers: a state sums up all that came before it and serves at its own position, nowhere else."""
 
+    is_whole = False
+
     def validator(self) -> Validator:
         return lambda node, pages: pages == node.pages and node.held[self.index] is not None
 
@@ -232,6 +238,19 @@ class StateComponent(Component):
         return node.hashes[-1:]
 
 
+class DraftComponent(Component):
+    """Keys and values of a draft head: they come and go with those of the full layers, page by page.
+
+    Its pool has as many pages as the full one, and its pages change hands together with the full ones, so it never is
+    what is short. No event tells of it: what it holds decides how fast an answer comes, not what can be reused.
+    """
+
+    def __init__(self, layout: CacheLayout, group: CacheGroup, events: EventRecorder) -> None:
+        if layout.pages[group.index] != layout.pages[0]:
+            raise ValueError("a draft group has as many pages as the full one")
+        super().__init__(group, layout.pages[group.index], events)
+
+
 def components_of(layout: CacheLayout, events: EventRecorder) -> tuple[Component, ...]:
     """One component for each group, the full one first."""
     components: list[Component] = []
@@ -243,4 +262,6 @@ def components_of(layout: CacheLayout, events: EventRecorder) -> tuple[Component
                 components.append(WindowComponent(layout, group, events))
             case GroupKind.STATE:
                 components.append(StateComponent(group, pages, events))
+            case GroupKind.DRAFT:
+                components.append(DraftComponent(layout, group, events))
     return tuple(components)

@@ -66,6 +66,8 @@ class EventRecorder:
 
     def stored(self, group: int, node: Node) -> None:
         """The pages of a node, or the state at its end, are resident in this group now."""
+        if not self._is_told(group):
+            return
         parent, hashes, tokens = node.parent_hash, node.hashes, node.tokens
         if self.layout.groups[group].kind is GroupKind.STATE:
             parent = hashes[-2] if len(hashes) > 1 else parent
@@ -74,15 +76,19 @@ class EventRecorder:
 
     def removed(self, group: int, hashes: Sequence[int]) -> None:
         """Pages with these hashes are gone from this group."""
+        if not self._is_told(group):
+            return
         self._remove((Place.DEVICE, group), hashes)
 
     def copied(self, place: Place, group: int, page: CopiedPage) -> None:
         """A page of this group has a copy in this place now."""
-        self._store((place, group), page.namespace, page.parent_hash, (page.hash,), page.tokens)
+        if self._is_told(group):
+            self._store((place, group), page.namespace, page.parent_hash, (page.hash,), page.tokens)
 
     def uncopied(self, place: Place, group: int, page: CopiedPage) -> None:
         """It has none any more."""
-        self._remove((place, group), (page.hash,))
+        if self._is_told(group):
+            self._remove((place, group), (page.hash,))
 
     def _store(
         self, where: _Where, namespace: str, parent: int | None, hashes: Sequence[int], tokens: Sequence[int]
@@ -100,6 +106,10 @@ class EventRecorder:
             latest.hashes += hashes
         else:
             self._open(where, _Removed(list(hashes)))
+
+    def _is_told(self, group: int) -> bool:
+        """What a draft head keeps is nobody's matter."""
+        return self.layout.groups[group].kind is not GroupKind.DRAFT
 
     def cleared(self) -> None:
         """Nothing is resident any more."""

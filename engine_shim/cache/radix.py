@@ -91,6 +91,9 @@ class RadixCache:
         self._page = layout.page_tokens
         self._window = self.components[layout.window.index] if layout.window else None
         self._state = self.components[layout.state.index] if layout.state else None
+        draft = self.components[layout.draft.index] if layout.draft else None
+        #: What every node has: the full group, and the draft group with it.
+        self._whole = [self.components[FULL], *([draft] if draft else [])]
         self._roots: dict[str, Node] = {}
 
     # --- look up ------------------------------------------------------------------------------------
@@ -158,19 +161,21 @@ class RadixCache:
         self.receipts -= 1
         self._prune(receipt.node)
 
-    def lock_full(self, namespace: str, tokens: Sequence[int]) -> tuple[Receipt, list[int]]:
-        """Lock what the full component alone has of ``tokens``, usable or not; the receipt and the full pages."""
+    def lock_whole(self, namespace: str, tokens: Sequence[int]) -> tuple[Receipt, tuple[list[int], ...]]:
+        """Lock what whole components have of ``tokens``, usable or not; their tables, those of others empty."""
         node = root = self._roots.get(namespace) or self._new_root(namespace)
-        pages: list[int] = []
-        for node, count in self._walk(root, tuple(tokens)):
-            pages += self.components[FULL].held(node)[:count]
-        if node is not root and count < node.pages:
-            node = self._split(node, count)
-        receipt = Receipt(node, (len(pages), *[0] * (len(self.components) - 1)))
-        for above in self._covered(receipt, self.components[FULL]):
-            self.components[FULL].lock(above)
+        path = list(self._walk(root, tuple(tokens)))
+        pages = sum(count for _, count in path)
+        tables = tuple(each.table(path, pages) if each.is_whole else [] for each in self.components)
+        if path:
+            node, count = path[-1]
+            node = self._split(node, count) if count < node.pages else node
+        receipt = Receipt(node, tuple(pages if each.is_whole else 0 for each in self.components))
+        for component in self.components:
+            for above in self._covered(receipt, component):
+                component.lock(above)
         self.receipts += 1
-        return receipt, pages
+        return receipt, tables
 
     def pin(self, receipt: Receipt) -> None:
         """Keep what a receipt covers while it is copied out: no use, so nothing moves in the order of eviction."""
@@ -238,12 +243,14 @@ class RadixCache:
                 runs.append((node, slice(at, stop)))
                 at = stop
         for below, span in runs:
-            join(self.components[FULL], below, tables[FULL][span])
+            for component in self._whole:
+                join(component, below, tables[component.index][span])
             if window and span.start >= held_from:
                 join(window, below, tables[window.index][span])
                 window.touch(below)
         for above in node.path():
-            self.components[FULL].touch(above)
+            for component in self._whole:
+                component.touch(above)
         if state and tables[state.index][0] != NULL_PAGE:
             join(state, node, tables[state.index][:1])
             state.touch(node)

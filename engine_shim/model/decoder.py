@@ -73,13 +73,28 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft head: what mixes the last token's embedding with the hidden state before it, and one full layer.
+
+    ``mix`` is ``[hidden, 2 * hidden]``, for the two norms' results side by side, the embedding first.
+    """
+
+    mix: Tensor
+    embedding_norm: Tensor | None
+    hidden_norm: Tensor | None
+    layer: LayerWeights
+    final_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model. ``head`` is ``embedding`` itself where they are tied."""
+    """A whole model. ``head`` is ``embedding`` itself where they are tied; most have no draft head."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor | None
     head: Tensor
+    draft: DraftWeights | None = None
 
 
 class Decoder:
@@ -112,36 +127,55 @@ class Decoder:
 
         ``recurrence`` is needed by models with recurrent layers.
         """
-        config = self.config
+        return self.run(self.embed(tokens), positions, attention=attention, recurrence=recurrence)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the residual stream begins with, ``[tokens, hidden_size]``."""
         x = F.embedding(tokens, self.weights.embedding)
-        if config.embedding_scale != 1.0:
+        if self.config.embedding_scale != 1.0:
             # Rounded to the weights' type first, as transformers does.
-            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        return x
+
+    def run(
+        self, x: Tensor, positions: Tensor, *, attention: Attention, recurrence: Recurrence | None = None
+    ) -> Tensor:
+        """The layers alone: the residual stream behind them."""
+        config = self.config
         rotations = {
             rope: _rotation(frequencies, positions, dtype=x.dtype) for rope, frequencies in self._frequencies.items()
         }
         for index, (layer, weights) in enumerate(zip(config.layers, self.weights.layers, strict=True)):
             rotation = None if layer.rope is None else rotations[layer.rope]
-            y = self._norm(x, weights.attention_norm)
+            y = self.norm(x, weights.attention_norm)
             if weights.delta_net is None:
                 y = self._attend(index, y, weights, rotation=rotation, attention=attention)
             else:
                 assert recurrence is not None, "the model has recurrent layers"
                 y = self._recur(index, y, weights, net=weights.delta_net, recurrence=recurrence)
-            x = x + self._norm(y, weights.post_attention_norm)
+            x = x + self.norm(y, weights.post_attention_norm)
             if weights.gate_up is not None and weights.down is not None:
-                y = self._norm(x, weights.mlp_norm)
+                y = self.norm(x, weights.mlp_norm)
                 y = self._mlp(y, weights.gate_up, down=weights.down)
-                x = x + self._norm(y, weights.post_mlp_norm)
+                x = x + self.norm(y, weights.post_mlp_norm)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[rows, vocab_size]`` of rows of the residual stream."""
-        logits = F.linear(self._norm(hidden, self.weights.final_norm), self.weights.head)
+        return self.read_out(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The residual stream as the head reads it, and a draft head too."""
+        return self.norm(hidden, self.weights.final_norm)
+
+    def read_out(self, normed: Tensor) -> Tensor:
+        """Logits of what was normed already."""
+        logits = F.linear(normed, self.weights.head)
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """The model's RMS norm; what has no weight is left as it is."""
         if weight is None:
             return x
         return F.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
@@ -160,8 +194,8 @@ class Decoder:
         qkv = qkv.view(x.shape[0], -1, config.head_dim)
         gates = config.heads if config.gated_attention else 0
         query, key, value, gate = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads, gates], dim=1)
-        query = self._norm(query, weights.query_norm)
-        key = self._norm(key, weights.key_norm)
+        query = self.norm(query, weights.query_norm)
+        key = self.norm(key, weights.key_norm)
         if rotation is not None:
             query = _rotate(query, *rotation)
             key = _rotate(key, *rotation)
@@ -181,7 +215,7 @@ class Decoder:
         log_decay = -net.decay_rate * F.softplus(decay.float() + net.decay_bias)
         read = recurrence(index, mixed, conv=net.conv, log_decay=log_decay, strength=torch.sigmoid(strength))
         gate = F.silu(gate.view(read.shape).float())
-        return F.linear((self._norm(read, net.norm) * gate).to(x.dtype).flatten(1), weights.output)
+        return F.linear((self.norm(read, net.norm) * gate).to(x.dtype).flatten(1), weights.output)
 
     def _mlp(self, x: Tensor, gate_up: Tensor, *, down: Tensor) -> Tensor:
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)

@@ -52,9 +52,11 @@ def layout_for(
     pool_tokens: int,
     window_pool_tokens: int | None = None,
     state_slots: int | None = None,
+    draft_head: bool = False,
 ) -> CacheLayout:
     """The cache layout of a model: one group of its full layers, one of its window layers, one of its recurrent ones.
 
+    With ``draft_head`` there is one more, for the layer behind the last.
     A pool of n tokens has room for n tokens (rounded up to pages) beside the null page. ``window_pool_tokens`` is
     ``pool_tokens`` unless given, ``state_slots`` one for every 256 of them (16 at least).
     """
@@ -75,6 +77,9 @@ def layout_for(
     if recurrent:
         groups.append(CacheGroup(index=len(groups), kind=GroupKind.STATE, layers=recurrent))
         pages.append(1 + (max(16, pool_tokens // 256) if state_slots is None else state_slots))
+    if draft_head:
+        groups.append(CacheGroup(index=len(groups), kind=GroupKind.DRAFT, layers=(len(config.layers),)))
+        pages.append(pages[0])
     return CacheLayout(
         page_tokens=page_tokens,
         groups=tuple(groups),

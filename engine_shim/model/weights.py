@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
-from engine_shim.model.decoder import DeltaNetWeights, LayerWeights, Weights
+from engine_shim.model.decoder import DeltaNetWeights, DraftWeights, LayerWeights, Weights
 from engine_shim.model.gguf_file import read_gguf_file
 
 # Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
@@ -84,7 +84,7 @@ def read_gguf_tensors(path: Path) -> dict[str, Tensor]:
 def assemble(
     config: ModelConfig, tensors: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """Sort tensors of transformers' names into ``Weights``.
+    """Sort tensors of transformers' names into ``Weights``; a draft head is named as Qwen3-Next's "mtp" is.
 
     Raises ``UnsupportedModelError`` naming a tensor that is missing, has another shape than the config says,
     or is left over: a tensor nobody reads means that the config describes another model.
@@ -163,6 +163,15 @@ def assemble(
         layers=tuple(layer(f"model.layers.{i}", recurrent=each.recurrent) for i, each in enumerate(config.layers)),
         final_norm=norm("model.norm", width),
         head=head,
+        draft=DraftWeights(
+            mix=take("mtp.fc.weight", width, 2 * width),
+            embedding_norm=norm("mtp.pre_fc_norm_embedding", width),
+            hidden_norm=norm("mtp.pre_fc_norm_hidden", width),
+            layer=layer("mtp.layers.0", recurrent=False),
+            final_norm=norm("mtp.norm", width),
+        )
+        if "mtp.fc.weight" in left
+        else None,
     )
     if left:
         raise UnsupportedModelError(f"the config has no use for tensor {min(left)!r} and {len(left) - 1} others")

@@ -184,7 +184,7 @@ class ShadowRunner:
             return
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
             match group.kind:
-                case GroupKind.FULL:
+                case GroupKind.FULL | GroupKind.DRAFT:
                     start, stop = self._stretch(end)
                 case GroupKind.WINDOW:
                     start, stop = max(0, chunk.start + 1 - (group.window_tokens or 0)), end

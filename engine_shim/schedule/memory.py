@@ -92,11 +92,9 @@ class Memory:
                 self.offload.reused(match.node)
         else:
             pages = entry.load.pages
-            entry.receipt, full = self.cache.lock_full(request.namespace, tokens[: pages * self._page])
-            request.tables = tuple(
-                full if group == FULL else [NULL_PAGE] * (2 if group == self._state else 0)
-                for group in range(len(self.cache.pools))
-            )
+            entry.receipt, request.tables = self.cache.lock_whole(request.namespace, tokens[: pages * self._page])
+            if self._state is not None:
+                request.tables[self._state][:] = [NULL_PAGE, NULL_PAGE]
         entry.window_from = max(0, pages - self._window_pages)
         entry.window_own_from = entry.receipt.pages
         entry.kept_slot, entry.kept_tokens = NULL_PAGE, 0
@@ -130,7 +128,7 @@ class Memory:
 
     def share(self, entry: Entry) -> None:
         """Store the pages of a prefill in progress if others can use them: full layers anywhere, others at a stop."""
-        if len(self.cache.pools) == 1:
+        if self._window is None and self._state is None:
             self.store(entry)
 
     def fit(self, entry: Entry, tokens: int, *, spare_pages: int = 0) -> int:

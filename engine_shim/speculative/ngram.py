@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from engine_shim.types import Chunk, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_shim.attention.plan import Plan
 
 #: So many last tokens have to have stood together before; of more matches, up to the longest, the latest is taken.
 SHORTEST, LONGEST = 2, 4
@@ -23,9 +29,17 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """See ``Drafter``."""
+        return ()
+
     def propose(self, chunks: Sequence[Chunk]) -> list[tuple[int, ...]]:
         """See ``Drafter``."""
         return [self._propose(chunk.request, chunk.room) for chunk in chunks]
+
+    def observe(self, plan: Plan, hidden: Tensor, ends: Sequence[int]) -> None:
+        """See ``Drafter``. The text is all there is to know."""
 
     def _propose(self, request: Request, room: int) -> tuple[int, ...]:
         known = self._known.setdefault(request, array("q"))

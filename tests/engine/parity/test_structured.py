@@ -135,7 +135,7 @@ def test_every_answer_fits(decoder: Decoder, temperature: float) -> None:
         name: request.output for name, request in plain.items()
     }
     stats = tight.scheduler.stats()
-    assert stats.preemptions > 0
+    assert temperature or stats.preemptions > 0
     assert sum(stats.accepted_tokens) > 0
     if temperature:
         texts = {TOKENIZER.decode(plain[f"{n} regex"].output) for n in range(len(plain)) if f"{n} regex" in plain}

@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 13),
         running=st.integers(1, 5),
         drafts=st.sampled_from([0, 1, 3, 6]),
+        head=st.booleans(),
         seed=st.integers(0, 5),
     )
     def start(
@@ -62,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         running: int,
         drafts: int,
+        head: bool,
         seed: int,
     ) -> None:
         groups = [CacheGroup(0, GroupKind.FULL, (1,))]
@@ -72,6 +74,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if state_slots is not None:
             groups.append(CacheGroup(len(groups), GroupKind.STATE, (2,)))
             pages.append(state_slots)
+        if head:
+            groups.append(CacheGroup(len(groups), GroupKind.DRAFT, (3,)))
+            pages.append(full_pages)
         self.layout = CacheLayout(page, tuple(groups), tuple(pages), checkpoint_tokens=checkpoint_pages * page)
         self.chunk = chunk
         self.memory = KvMemory(self.layout, seed=seed)

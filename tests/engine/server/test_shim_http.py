@@ -233,13 +233,13 @@ def test_a_chat_without_limits_ends_by_itself(client: httpx.Client) -> None:
 def test_temperature(asked: float | None, used: float) -> None:
     """OpenAI's default is 1; what is too small to divide by is greedy."""
     body = json.dumps({"prompt": "a", "temperature": asked}).encode()
-    assert decode(body, CompletionRequest).sampling(max_tokens=1).temperature == used
+    assert decode(body, CompletionRequest).sampling(max_tokens=1, vocab_tokens=10).temperature == used
 
 
 BAD = [
     ({"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    ({"prompt": "a", "n": 2}, 400, "n"),
+    ({"prompt": "a", "n": 0}, 400, "n"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature"),
     ({"prompt": "a", "top_p": 0}, 400, "top_p"),
     ({"prompt": "a", "stop": ["b", ""]}, 400, "stop"),
@@ -277,7 +277,6 @@ UNSUPPORTED = [
     ("logit_bias", [None, {}], [{"5": 100}]),
     ("logprobs", [None, False, 0], [True, 5]),
     ("min_p", [None, 0.0], [0.1]),
-    ("n", [None, 1], [2, 0]),
     ("presence_penalty", [None, 0], [1]),
     ("prompt_logprobs", [None, 0], [1]),
     ("repetition_penalty", [None, 1, 1.0], [1.2]),
@@ -287,7 +286,9 @@ UNSUPPORTED = [
         [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}],
     ),
     ("top_k", [None, -1, 0], [40]),
-    ("top_logprobs", [None, 0], [3]),
+    ("guided_regex", [None], ["a+"]),
+    ("structured_outputs", [None], [{"regex": "a+"}]),
+    ("min_tokens", [None, 0], [3]),
     ("an_unknown_one", [None, 1, {"a": 2}], []),
 ]
 
