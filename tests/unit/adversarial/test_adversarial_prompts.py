@@ -1,0 +1,220 @@
+"""Prompts that look alike and are not, ids that lie, and a prefill so long that it looks like a death."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from router.core.breaker import BreakerParameters, Breakers, BreakerState, Verdict
+from router.core.cost import CostParameters
+from router.core.load import LoadBook, explains_silence, wait_seconds
+from router.core.pace import prefill_seconds, prior
+from router.core.policy import Affinity
+from router.core.session import SessionTable, identify
+from router.core.types import (
+    FleetView,
+    RankId,
+    RankStatus,
+    RankView,
+    Reason,
+    RouteRequest,
+    SessionKey,
+    Trust,
+)
+from router.proxy.types import Outcome
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.openai import Endpoint, parse_request
+from tests.unit.proxy.test_brain import BLOCK, World
+
+SYSTEM = list(range(100, 100 + 40 * BLOCK))
+TURN = list(range(5000, 5000 + 4 * BLOCK))
+
+
+async def cached(world: World, prompt: list[int], *, tenant: str = "t", session: str = "", **fields: object) -> int:
+    """Send a prompt, let it end well, and say what was expected of a cache; its blocks are known from then on."""
+    body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+    headers = {"x-session-id": session} if session else {}
+    prepared = await world.brain.prepare(parse_request(Endpoint.COMPLETIONS, body), headers, tenant=tenant)
+    attempt = world.brain.choose(prepared)
+    attempt.lease.first_byte()
+    attempt.lease.close(Outcome.OK, None)
+    return attempt.decision.expected_cached_tokens
+
+
+# --- 7: the same first blocks, and yet not the same prefix --------------------------------------------
+
+
+async def test_a_tenants_blocks_are_nobody_elses_under_a_salt() -> None:
+    """Equal prompts under two salts share nothing, under one everything. Keys without a namespace would be the same."""
+    world, prompt = World(ranks=1), [*SYSTEM, *TURN]
+    assert await cached(world, prompt, cache_salt="a") == 0
+    assert await cached(world, prompt, cache_salt="b") == 0
+    assert await cached(world, prompt, cache_salt="a") == len(prompt) - BLOCK
+
+    salted = [block_keys(prompt, block_tokens=BLOCK, parent=namespace_seed("", salt)) for salt in ("a", "b", "")]
+    assert not set(salted[0]) & set(salted[1]) | set(salted[0]) & set(salted[2])
+
+
+async def test_one_session_id_of_two_tenants_is_two_sessions() -> None:
+    """The second tenant's first request is not sent to the first one's home, which is busy."""
+    world = World(ranks=2)
+    body = json.dumps({"model": "m", "prompt": SYSTEM, "cache_salt": "mine"}).encode()
+    headers = {"x-session-id": "same"}
+    first = world.brain.choose(
+        await world.brain.prepare(parse_request(Endpoint.COMPLETIONS, body), headers, tenant="t1")
+    )
+    other = json.dumps({"model": "m", "prompt": SYSTEM, "cache_salt": "theirs"}).encode()
+    second = world.brain.choose(
+        await world.brain.prepare(parse_request(Endpoint.COMPLETIONS, other), headers, tenant="t2")
+    )
+
+    assert first.decision.slot != second.decision.slot
+    assert second.decision.reason is Reason.COLD
+    assert len(world.fleet.sessions) == 2
+    for attempt in (first, second):
+        attempt.lease.close(Outcome.CLIENT_GONE, None)
+
+
+async def test_a_marker_at_the_first_user_turn_leaves_the_system_prompt_shared() -> None:
+    """A replay that marks each play's first user message: what stands before is reused, and nothing after."""
+    world = World(ranks=1)
+    assert await cached(world, [*SYSTEM, 7001, *TURN]) == 0
+
+    assert await cached(world, [*SYSTEM, 7002, *TURN]) == len(SYSTEM)
+
+
+async def test_one_token_in_the_system_prompt_costs_every_hit_and_is_not_believed_away() -> None:
+    """Nothing is promised from the changed block on, however long the rest is; the unchanged prompt is still warm."""
+    world = World(ranks=1)
+    await cached(world, [*SYSTEM, *TURN])
+    changed = [SYSTEM[0] + 9000, *SYSTEM[1:], *TURN]
+    late = [*SYSTEM[: 3 * BLOCK], 9000, *SYSTEM[3 * BLOCK + 1 :], *TURN]
+
+    assert await cached(world, changed) == 0
+    assert await cached(world, late) == 3 * BLOCK
+    assert await cached(world, [*SYSTEM, *TURN]) == len(SYSTEM) + len(TURN) - BLOCK
+
+
+# --- 8: ids ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"x-request-id": "r1"}, None),  # an id of one request names no session
+        ({"x-parent-session-id": "p"}, None),  # a parent without a child
+        ({"x-session-id": "s", "x-parent-session-id": "s"}, SessionKey("t", "s", "child")),  # its own parent
+        ({"x-session-id": " "}, SessionKey("t", " ")),
+    ],
+)
+def test_what_an_id_may_say(headers: dict[str, str], expected: SessionKey | None) -> None:
+    """Whatever is sent there is a bounded name or none."""
+    assert identify(headers, {}, tenant="t") == expected
+
+
+def test_ids_without_bound_cost_the_table_no_memory() -> None:
+    """Ids of 5,000 letters that differ in the last one are two sessions, each named in some forty letters."""
+    keys = [identify({"x-session-id": "x" * 5_000 + last}, {}, tenant="t") for last in "ab"]
+
+    assert keys[0] != keys[1]
+    assert all(key is not None and len(key.session) < 64 for key in keys)
+
+
+def test_an_id_for_each_request_pushes_no_running_session_out() -> None:
+    """100,000 ids that never return: the table keeps its bound, and the one session at work keeps its home."""
+    table, mine = SessionTable(max_sessions=100, idle_seconds=3600.0), SessionKey("t", "mine")
+    table.start("m", mine, slot=3, now=0.0)
+    for number in range(100_000):
+        key = SessionKey("t", f"once {number}")
+        table.finish("m", key, table.start("m", key, slot=0, now=1.0), now=1.0)
+
+    assert len(table) <= 100
+    assert table.home("m", mine, now=2.0) == 3
+
+
+# --- 9: a prefill that looks like a death -------------------------------------------------------------
+
+GIANT_TOKENS = 600_000
+
+
+def rank(slot: int, book: LoadBook) -> RankView:
+    return RankView(
+        slot=slot,
+        id=RankId("w", slot),
+        models=frozenset({"m"}),
+        status=RankStatus.READY,
+        load=book.load(slot),
+        pace=prior(20_000.0),
+        trust=Trust(),
+        pool_tokens=2_000_000,
+    )
+
+
+def test_a_rank_that_prefills_for_a_minute_is_neither_dead_nor_forgotten() -> None:
+    """600,000 cold tokens take 75 s at the prior's pace; probes go unanswered all the while.
+
+    Silence is explained until twice that and ten seconds more. The session keeps its home beyond the idle time that
+    would have ended it, and others go around the rank. A router that counts three silent probes of five seconds, or
+    forgets a session by its age, would have given both up.
+    """
+    book, table = LoadBook(), SessionTable(max_sessions=10, idle_seconds=30.0)
+    view = FleetView((rank(0, book), rank(1, book)))
+    seconds = prefill_seconds(view.ranks[0].pace, uncached_tokens=GIANT_TOKENS, context_tokens=GIANT_TOKENS)
+    assert seconds == pytest.approx(GIANT_TOKENS / 20_000 * (1 + 0.5 * 3.0))
+    giant, done = SessionKey("t", "giant"), SessionKey("t", "done")
+    binding = table.start("m", giant, slot=0, now=0.0)
+    table.finish("m", done, table.start("m", done, slot=0, now=0.0), now=0.0)
+    claim = book.open(0, prompt_tokens=GIANT_TOKENS, prefill_tokens=GIANT_TOKENS, seconds=seconds, now=0.0)
+
+    naive_verdict_at = 3 * 5.0
+    for now in (naive_verdict_at, 60.0, 2 * seconds):
+        assert explains_silence(view.ranks[0].load, now=now)
+        assert table.home("m", giant, now=now) == 0
+    assert table.home("m", done, now=31.0) is None
+    assert not explains_silence(view.ranks[0].load, now=2 * seconds + 11.0)
+    assert wait_seconds(view.ranks[0].load, now=15.0) == pytest.approx(seconds - 15.0)
+    chat = RouteRequest(model="m", prompt_tokens=2_000, output_tokens=100, reusable_tokens={0: 1_500})
+    decision = Affinity(CostParameters())(view, chat, random.Random(0), 15.0)
+    assert decision is not None
+    assert decision.slot == 1
+
+    book.close(claim, now=100.0)
+    table.finish("m", giant, binding, now=100.0)
+    assert table.home("m", giant, now=129.0) == 0
+    assert table.home("m", giant, now=131.0) is None
+
+
+def test_clients_that_lose_patience_with_a_long_prefill_open_no_breaker() -> None:
+    """Thirty clients leave; so many resets would have opened it six times over."""
+    breakers = Breakers(BreakerParameters())
+    for _ in range(30):
+        breakers.sent(0, now=0.0)
+        breakers.ended(0, Verdict.NEITHER, ranks=2, now=0.0)
+    assert breakers.state(0, now=0.0) is BreakerState.CLOSED
+
+    for _ in range(5):
+        breakers.ended(0, Verdict.BAD, ranks=2, now=0.0)
+    assert breakers.state(0, now=0.0) is BreakerState.OPEN
+
+
+def test_a_long_prefill_at_home_is_left_by_the_next_turn_only_if_that_costs_less() -> None:
+    """Home holds all of a conversation's 100,000 tokens and is busy with a giant: 75 s are less than what leaving
+    costs (six seconds of prefill, and sixteen times that to come); four giants in a row are more."""
+    for giants, expected in ((1, (0, Reason.HOME)), (4, (1, Reason.SPILL))):
+        book = LoadBook()
+        view = FleetView((rank(0, book), rank(1, book)))
+        for _ in range(giants):
+            book.open(0, prompt_tokens=GIANT_TOKENS, prefill_tokens=GIANT_TOKENS, seconds=75.0, now=0.0)
+        turn = RouteRequest(
+            model="m",
+            prompt_tokens=100_800,
+            output_tokens=200,
+            reusable_tokens={0: 100_000},
+            session=SessionKey("t", "s"),
+            home=0,
+        )
+        decision = Affinity(CostParameters())(view, turn, random.Random(0), 0.0)
+        assert decision is not None
+        assert (decision.slot, decision.reason) == expected
