@@ -31,7 +31,8 @@ from router.proxy.outbound import Outbound, rank_in_body
 from router.proxy.types import Attempt, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection
 from router.wire import handover
-from router.wire.openai import StreamTap, Usage, parse_usage
+from router.wire.openai import StreamTap
+from router.wire.usage import Usage, parse_usage
 
 #: A prefill answer is one token and what tells where its prompt lies; longer ones are not kept.
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
@@ -45,7 +46,7 @@ class Owner(Protocol):
     def prefilled(self, answer: bytes | None) -> None:
         """The prompt is computed. ``answer``: the JSON document that says so, if it is one."""
 
-    def prefill_failed(self, end: Refusal | Failure) -> None:
+    def prefill_failed(self, end: Refusal | Failure, outcome: Outcome) -> None:
         """It is not."""
 
     def prefill_went_stale(self) -> None:
@@ -179,9 +180,10 @@ class PrefillLeg:
             if owner is not None:
                 owner.prefilled(answer or None)
             return
-        self._close(end.outcome if isinstance(end, Failure) else outcome_of(end.head.status))
+        outcome = end.outcome if isinstance(end, Failure) else outcome_of(end.head.status)
+        self._close(outcome)
         if owner is not None:
-            owner.prefill_failed(end)
+            owner.prefill_failed(end, outcome)
 
     def cancel(self, outcome: Outcome) -> None:
         """End it at once, whatever it is doing."""
@@ -324,13 +326,11 @@ class PairForwarding(Forwarding):
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
-    def prefill_failed(self, end: Refusal | Failure) -> None:
+    def prefill_failed(self, end: Refusal | Failure, outcome: Outcome) -> None:
         """Without it there is nothing to decode, unless the answer has begun."""
         leg, self._leg = self._leg, None
         if leg is None or self._attempt is None:
             return
-        failure = end if isinstance(end, Failure) else None
-        outcome = failure.outcome if failure is not None else outcome_of(end.head.status)  # type: ignore[union-attr]
         self._forwarder.log.warning(
             "prefill failed",
             request_id=self._exchange.request_id.decode(),
@@ -340,10 +340,10 @@ class PairForwarding(Forwarding):
         if self._relay is not None:
             return
         try:
+            if isinstance(end, Refusal):
+                end.lines = self._decision_lines()
             self._abandon()
             self._excluded |= {leg.attempt.decision.slot}
-            if isinstance(end, Refusal):
-                end.lines = self._exchange.id_line
             self._last = end
             if outcome is Outcome.CLIENT_ERROR:
                 self._give_up()
