@@ -1,0 +1,168 @@
+"""Clients that leave in storms and streams that break, through the whole router: what is left, who is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from router.core.load import Claim, LoadBook
+from router.core.session import identify
+from tests.fakes.fault_worker import FaultWorker, Move, Script, chunk, event, stream_head
+from tests.fakes.fleet_rig import ASK, FleetRig
+from tests.fakes.proxy_rig import Client, rig, target, until
+
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+#: A short prefill, a token, some decoding, the end.
+STREAM: Script = (0.02, stream_head(), chunk(DELTA), 0.02, chunk(DELTA), chunk(b"data: [DONE]\n\n"), chunk(b""))
+BREAKS_LATE: Script = (stream_head(), chunk(DELTA), 0.01, Move.RESET)
+BREAKS_EARLY: Script = (0.005, Move.RESET)
+
+
+@asynccontextmanager
+async def _world(*scripts: list[Script]) -> AsyncIterator[tuple[FleetRig, list[FaultWorker]]]:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FaultWorker(list(script))) for script in scripts]
+        world = FleetRig(*(worker.port for worker in workers))
+        await world.start()
+        try:
+            yield world, workers
+        finally:
+            await world.plane.drain(0)
+
+
+# --- 10: a fifth of the clients leave -----------------------------------------------------------------
+
+
+async def _storm(world: FleetRig) -> Counter[str]:
+    """400 streams of 40 sessions over twenty clients. Each fifth leaves, half of those before the first token."""
+    rng, numbers, outcomes = random.Random(2), iter(range(400)), Counter[str]()
+
+    async def client() -> None:
+        for number in numbers:
+            connection = await world.connect()
+            await connection.send({**ASK, "stream": True}, headers={"x-session-id": f"s{number % 40}"})
+            if number % 5 == 0:
+                await asyncio.sleep(rng.uniform(0.0, 0.015))
+                outcomes["left early"] += 1
+            elif number % 5 == 1 and number % 2:
+                await connection.head()
+                await connection.piece()
+                outcomes["left late"] += 1
+            else:
+                answer = await connection.answer()
+                outcomes["whole" if answer.complete and b"[DONE]" in answer.body else "broken"] += 1
+            await connection.close()
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(20):
+            clients.create_task(client())
+    return outcomes
+
+
+def _left_behind(world: FleetRig) -> dict[str, float]:
+    """Every count that must be zero when nobody asks."""
+    loads = [world.fleet.loads.load(member.slot) for member in world.fleet.members()]
+    return {
+        "in flight": sum(load.inflight for load in loads),
+        "tokens in flight": sum(load.inflight_tokens for load in loads),
+        "waiting": sum(load.waiting for load in loads),
+        "tokens waiting": sum(load.waiting_tokens for load in loads),
+        "seconds waiting": sum(load.waiting_seconds for load in loads),
+        "sessions at work": sum(binding.inflight for _, binding in world.fleet.sessions.items()),
+        "requests": world.count("homing_inflight_requests"),
+        "clients": world.count("homing_connections"),
+    }
+
+
+async def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
+    """All counts return to zero, all workers' connections are free, and who stayed got whole answers."""
+    async with _world([STREAM], [STREAM], [STREAM], [STREAM]) as (world, workers):
+        outcomes = await _storm(world)
+        assert outcomes == {"whole": 280, "left early": 80, "left late": 40}
+        await until(lambda: not any(_left_behind(world).values()), seconds=5.0)
+        served = sum(len(worker.requests) for worker in workers)
+        assert 320 <= served <= 400  # who left at once may never have been sent on
+        assert (await world.ask(1)).status == 200
+
+
+async def test_a_book_that_forgets_who_left_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same storm over a book that closes no claim that still waits: counts stay, and that is what is looked at."""
+    close = LoadBook.close
+
+    def forgetful(self: LoadBook, claim: Claim, *, now: float) -> None:
+        if not claim.waiting:
+            close(self, claim, now=now)
+
+    monkeypatch.setattr(LoadBook, "close", forgetful)
+    async with _world([STREAM], [STREAM], [STREAM], [STREAM]) as (world, _):
+        await _storm(world)
+        await until(lambda: not world.count("homing_connections"), seconds=5.0)
+        assert _left_behind(world)["in flight"] > 0
+
+
+# --- 11: streams that break ---------------------------------------------------------------------------
+
+
+async def test_nothing_is_played_again_once_it_has_begun() -> None:
+    """Both workers break every other stream, some before and some after the first token. Before: another is asked and
+    the client sees nothing of it. After: one worker only, the part that came, one error event, and no end mark."""
+    scripts: list[Script] = [STREAM, BREAKS_LATE, STREAM, BREAKS_EARLY] * 40
+    async with _world(scripts, [STREAM, BREAKS_LATE] * 80) as (world, workers):
+        answers = {}
+        for number in range(80):
+            client = await world.connect()
+            messages = [{"role": "user", "content": f"text {number}"}]
+            await client.send({"model": "m", "stream": True, "messages": messages})
+            answers[number] = await client.answer()
+            await client.close()
+        asked = Counter(
+            (played, json.loads(request.body)["messages"][0]["content"])
+            for worker in workers
+            for played, request in zip(map(_name, worker.scripts), worker.requests, strict=False)
+        )
+
+    texts = {number: f"text {number}" for number in answers}
+    whole = {number for number, answer in answers.items() if answer.body.endswith(b"data: [DONE]\n\n")}
+    broken = {number for number, answer in answers.items() if b'"upstream_failed"' in answer.body}
+    assert all(answer.status == 200 and answer.complete for answer in answers.values())
+    assert whole | broken == set(texts)
+    assert not whole & broken
+    assert all(answers[number].body.startswith(DELTA) and answers[number].body.count(DELTA) == 1 for number in broken)
+    # Each stream that began was one client's, and that client had no other.
+    assert {text for played, text in asked if played == "whole"} == {texts[number] for number in whole}
+    assert {text for played, text in asked if played == "late"} == {texts[number] for number in broken}
+    assert all(times == 1 for (played, _), times in asked.items() if played != "early")
+    assert len(broken) >= 10
+    assert sum(played == "early" for played, _ in asked) >= 5
+
+
+def _name(script: Script) -> str:
+    return {id(STREAM): "whole", id(BREAKS_LATE): "late", id(BREAKS_EARLY): "early"}[id(script)]
+
+
+# --- 8: one header, written in several ways -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x-session-id", "X-Session-ID", "X-SESSION-ID", "x-Session-Id"])
+async def test_headers_name_the_session_however_they_are_written(name: str) -> None:
+    """The client's spelling, as bytes on the wire."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        body = json.dumps(ASK).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\n{name}: me\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        client = Client(reader, writer)
+        await until(lambda: len(it.brain.prepared) == 1)
+        _, headers = it.brain.prepared[0]
+        await client.close()
+        await it.until_quiet()
+
+    key = identify(headers, {}, tenant="t")
+    assert key is not None
+    assert key.session == "me"
