@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from router.core.adoption import Adopted
 from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
 from router.core.usable import Geometry, Rule
@@ -80,7 +82,8 @@ class RankState:
     """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one.
 
     ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
-    whether it keeps every block (True) or only what lies before a prompt's end.
+    whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
+    by units smaller than a block.
     """
 
     bit: int
@@ -88,6 +91,8 @@ class RankState:
     geometry: Geometry
     chains: Chains
     pool: Pool | None = None
+    adopted: Adopted = field(default_factory=Adopted)
+    has_tails: bool = False
     blocks: int = 0
     applied_blocks: int = 0
     dense_group: int | None = None
@@ -104,7 +109,7 @@ def bound(waiting: dict[EngineHash, list[BlockStored]] | dict[EngineHash, list[i
         waiting.pop(next(iter(waiting)))
 
 
-def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> list[int]:
+def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> array[int]:
     """Chain keys of a dense event's blocks. Adapter and salt root the chain; other extra keys enter at their block."""
     extra = event.extra_keys or ()
     if event.lora_name:  # vLLM names the adapter in each block's extra keys, too
@@ -115,8 +120,8 @@ def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -
         extra = extra[1:] and (None, *extra[1:])
     stride = event.block_tokens // unit_tokens
     if not any(extra):
-        return block_keys(event.token_ids, block_tokens=unit_tokens, parent=parent)[stride - 1 :: stride]
-    keys: list[int] = []
+        return array("Q", block_keys(event.token_ids, block_tokens=unit_tokens, parent=parent))[stride - 1 :: stride]
+    keys = array("Q")
     for place, start in enumerate(range(0, len(event.token_ids), event.block_tokens)):
         if place < len(extra) and extra[place]:
             parent = namespace_seed(str(parent), *map(str, extra[place]))
