@@ -189,6 +189,7 @@ class RouterBrain(Models):
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
         lease = self._open(prepared, decision, now=now)
+        lease.is_loading = _is_loading(request, decision)
         if self._holding is not None and not self.makes_pairs:
             lease.visit = self._holding.started(request, decision.slot)
         self._note(lease, request, now=now)
@@ -196,6 +197,7 @@ class RouterBrain(Models):
         if decision.prefill is None:
             return attempt
         half = self._open(prepared, decision.prefill, now=now)
+        half.is_loading = _is_loading(request, decision.prefill)
         prefill = Attempt(target=half.member.target, decision=decision.prefill, lease=half)
         return msgspec.structs.replace(attempt, prefill=prefill)
 
@@ -223,6 +225,7 @@ class RouterBrain(Models):
             prompt_tokens=prepared.prompt_tokens,
             output_tokens=prepared.output_tokens,
             reusable_tokens=self._reusable(prepared, home),
+            loadable_tokens=self._loadable(prepared),
             session=prepared.session,
             home=home,
             exclude=exclude,
@@ -254,6 +257,15 @@ class RouterBrain(Models):
             keys = prepared.keys(index.block_tokens)
             reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
         return reusable
+
+    def _loadable(self, prepared: PreparedRequest) -> Mapping[int, int]:
+        """What lower tiers hold counts as well here; nothing where there are none."""
+        loadable: dict[int, int] = {}
+        if prepared.tokens is not None:
+            for index in self._fleet.indexes(prepared.model):
+                keys = prepared.keys(index.block_tokens)
+                loadable.update(index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
+        return loadable
 
     def _sent_elsewhere(self, prepared: PreparedRequest) -> int:
         """Tokens of the session's last prompt if another replica sent it: text that this one has not seen."""
@@ -322,7 +334,7 @@ class RouterBrain(Models):
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
-        if served is not None and lease.prepared.tokens is not None:
+        if served is not None and lease.prepared.tokens is not None and not lease.is_loading:
             tokens = lease.prepared.prompt_tokens
             learn_pace(lease.member, lease.decision, prompt_tokens=tokens, served_seconds=served)
 
@@ -383,6 +395,11 @@ class RouterBrain(Models):
             )
 
 
+def _is_loading(request: RouteRequest, decision: Decision) -> bool:
+    """Whether the rank will fetch a part from below, so that its first token says little of how fast it computes."""
+    return request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens
+
+
 class _Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
@@ -393,6 +410,7 @@ class _Lease:
         "binding",
         "claim",
         "decision",
+        "is_loading",
         "member",
         "noted",
         "prepared",
@@ -420,6 +438,7 @@ class _Lease:
         self.visit: Visit | None = None
         self.promises: list[Promise] = []
         self.allocation: Allocation | None = None
+        self.is_loading = False
 
     def first_byte(self) -> None:
         """Prefill is over."""

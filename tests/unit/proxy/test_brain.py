@@ -80,11 +80,11 @@ class World:
         """What each rank is believed to hold of a prompt, without asking for it."""
         return dict(self.brain._reusable(await self.prepare(prompt)))
 
-    def publish(self, slot: int, tokens: Sequence[int]) -> None:
+    def publish(self, slot: int, tokens: Sequence[int], *, medium: str = "GPU") -> None:
         """The rank's events say that it holds these tokens' whole blocks."""
         keys = block_keys(tokens, block_tokens=BLOCK, parent=namespace_seed("", ""))
         if keys:
-            event = BlockStored(tuple(keys), None, tuple(tokens[: len(keys) * BLOCK]), BLOCK)
+            event = BlockStored(tuple(keys), None, tuple(tokens[: len(keys) * BLOCK]), BLOCK, medium)
             self.fleet.apply(slot, EventBatch(self.now, (event,)), now=self.now)
 
     def sample(self, name: str, **labels: str) -> float:
@@ -240,6 +240,25 @@ async def test_a_ranks_speed_is_learned_from_its_first_byte() -> None:
     lease.first_byte()
 
     assert world.fleet.member(0).pace.factor == pytest.approx((2 / 1.005) ** 0.5)
+
+
+async def test_a_copy_in_a_lower_tier_draws_its_conversation_and_teaches_no_speed() -> None:
+    """Rank 1 has 1,984 of 2,000 tokens in host memory: 0.02 s instead of 0.1, which says nothing of how it computes.
+
+    It is asked nine times, with other prompts, since ties are drawn.
+    """
+    world = World(prefill_tokens_per_second=20_000)
+    for number in range(9):
+        prompt = prompt_of(2000, start=10_000 * number)
+        world.publish(1, prompt, medium="CPU")
+        attempt = await world.ask(prompt)
+        assert (attempt.decision.slot, attempt.decision.expected_cached_tokens) == (1, 0)
+        assert attempt.decision.expected_prefill_seconds == pytest.approx(0.2 * 0.1, rel=0.05)
+        world.now += 0.001
+        attempt.lease.first_byte()
+        attempt.lease.close(Outcome.OK, None)
+
+    assert world.fleet.member(1).pace.factor == 1.0
 
 
 # --- promises ----------------------------------------------------------------------------------------------
