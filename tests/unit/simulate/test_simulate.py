@@ -192,6 +192,23 @@ def test_the_command_prints_what_is_promised(tmp_path: Path, capsys: pytest.Capt
         main(["--trace", trace, "--policies", "best"])
 
 
+def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file for each policy and seed, of which the same tables come again. A folder that is a file is refused."""
+    trace = str(write_sessions(tmp_path / "sessions.jsonl", sessions=12, turns=12))
+    arguments = ["--trace", trace, "--ranks", "2", "--lanes", "4", "--utilisation", "0.5", "--warm-up-seconds", "10"]
+    arguments += ["--window-seconds", "60", "--seed", "1,2", "--policies", "all", "--results", str(tmp_path / "kept")]
+
+    assert main(arguments) == 0
+    first = capsys.readouterr()
+    assert len(list((tmp_path / "kept").iterdir())) == 2 * len(POLICIES)
+    assert f"26 of {2 * len(POLICIES)}: 4/2M/50 seed 2 mooncake" in first.err
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().out == first.out
+    assert main(["--trace", trace, "--results", trace]) == 1
+    with pytest.raises(SystemExit):
+        main(["--trace", trace, "--window-tokens", "64", "--host-ratio", "4"])
+
+
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
 def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None:
     """Of 1, 2, 3, 4: places 0, 1.5, 2.7 and 3."""
