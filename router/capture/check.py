@@ -25,7 +25,7 @@ from router.proxy.types import Lease, Outcome
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.kv_events import BlockStored
-from router.wire.openai import Usage
+from router.wire.usage import Usage
 
 _WORKER = "capture"
 #: An answer comes after its request, even where a recorder's clock saw no time pass.

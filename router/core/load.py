@@ -7,7 +7,6 @@ A request waits for its prefill until its first byte, then decodes until it ends
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,21 +19,43 @@ RECENT_HALF_LIFE_SECONDS = 180.0
 _SILENT_SECONDS = 10.0
 
 
-@dataclass(slots=True, eq=False)
 class Claim:
     """One request's share of a rank's load. It keeps the cells it was opened on, so that the end of a claim on a rank
     that has left cannot touch the rank that got its slot.
     """
 
-    load: RankLoad
-    queue: OrderedDict[Claim, None]
-    prompt_tokens: int
-    prefill_tokens: int
-    prefill_seconds: float
-    opened_at: float
-    joint: JointLoad | None = None
-    waiting: bool = True
-    open: bool = True
+    __slots__ = (
+        "joint",
+        "load",
+        "open",
+        "opened_at",
+        "prefill_seconds",
+        "prefill_tokens",
+        "prompt_tokens",
+        "queue",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        load: RankLoad,
+        queue: dict[Claim, None],
+        joint: JointLoad | None,
+        *,
+        prompt_tokens: int,
+        prefill_tokens: int,
+        prefill_seconds: float,
+        opened_at: float,
+    ) -> None:
+        self.load = load
+        self.queue = queue
+        self.joint = joint
+        self.prompt_tokens = prompt_tokens
+        self.prefill_tokens = prefill_tokens
+        self.prefill_seconds = prefill_seconds
+        self.opened_at = opened_at
+        self.waiting = True
+        self.open = True
 
 
 @dataclass(slots=True)
@@ -61,7 +82,7 @@ class LoadBook:
         self._is_shared = is_shared
         self._loads: dict[int, RankLoad] = {}
         self._joint: dict[int, JointLoad] = {}
-        self._queues: dict[int, OrderedDict[Claim, None]] = {}
+        self._queues: dict[int, dict[Claim, None]] = {}
 
     def load(self, slot: int) -> RankLoad:
         """The slot's cell, made on first use."""
@@ -89,8 +110,16 @@ class LoadBook:
 
     def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
-        load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
-        claim = Claim(load, queue, prompt_tokens, prefill_tokens, seconds, now, self._joint.get(slot))
+        load, queue = self.load(slot), self._queues.setdefault(slot, {})
+        claim = Claim(
+            load,
+            queue,
+            self._joint.get(slot),
+            prompt_tokens=prompt_tokens,
+            prefill_tokens=prefill_tokens,
+            prefill_seconds=seconds,
+            opened_at=now,
+        )
         if not load.waiting:
             load.serving_since = now
         load.inflight += 1

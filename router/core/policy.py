@@ -182,12 +182,15 @@ def _decision(
         reason = Reason.RETRY
     elif len(ranks) == 1:
         reason = Reason.ONLY
+    best_cached_tokens = 0
+    for rank in ranks:
+        best_cached_tokens = max(best_cached_tokens, request.reusable_tokens.get(rank.slot, 0))
     return Decision(
         slot=chosen.slot,
         id=chosen.id,
         reason=reason,
         expected_cached_tokens=request.reusable_tokens.get(chosen.slot, 0),
-        best_cached_tokens=max((request.reusable_tokens.get(rank.slot, 0) for rank in ranks), default=0),
+        best_cached_tokens=best_cached_tokens,
         expected_prefill_seconds=work_seconds(chosen, request),
         prices=prices,
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from router.wire.frozen import Frozen
+
 
 class Engine(StrEnum):
     """What a worker runs. It decides how a rank is addressed and how its events are read."""
@@ -185,8 +187,8 @@ class FleetView:
     is_disaggregated: bool = False
 
 
-class RouteRequest(msgspec.Struct, frozen=True):
-    """What a decision needs to know of a request. A struct, not a dataclass: made anew for each, thirty times as fast.
+class RouteRequest(Frozen, frozen=True):
+    """What a decision needs to know of a request.
 
     ``reusable_tokens[slot]`` is the usable cached prefix on that rank (absent: none).
     ``home`` is the slot that served this session last, if it is still known.
@@ -235,7 +237,7 @@ class Price(NamedTuple):
         )
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(Frozen, frozen=True):
     """Where a request goes, why, and what is expected of it there.
 
     Of a pair ``prefill`` is what the prefill rank is to do; the slot is the decode rank's, which is handed

@@ -9,15 +9,17 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import Final
 
 from router.core.types import Decision, FleetView, Price, RankId, Reason, SessionKey
 
 MAX_REQUESTS = 1000
 MAX_ROWS = 200_000
 _PRICE_FIELDS = len(Price._fields)
+_NO_PRICES: Final = array("d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,6 @@ class Weighed:
     price: Price | None
 
 
-@dataclass(slots=True)
 class Attempted:
     """One attempt. What came of it is None until it is over, and where the worker does not say.
 
@@ -38,25 +39,55 @@ class Attempted:
     for each time that somebody looks at it.
     """
 
-    id: RankId
-    reason: Reason
-    expected_cached_tokens: int
-    best_cached_tokens: int
-    expected_prefill_seconds: float
-    started: float
-    slots: Sequence[tuple[int, RankId]]
-    trusts: array[float]
-    prices: array[float]
-    reusable_tokens: Mapping[int, int]
-    first_token_seconds: float | None = None
-    seconds: float | None = None
-    outcome: str | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    #: Of a pair: the rank that computes the prompt.
-    prefill_id: RankId | None = None
-    pair_seconds: float | None = None
-    alone_seconds: float | None = None
+    __slots__ = (
+        "alone_seconds",
+        "best_cached_tokens",
+        "cached_tokens",
+        "expected_cached_tokens",
+        "expected_prefill_seconds",
+        "first_token_seconds",
+        "id",
+        "outcome",
+        "pair_seconds",
+        "prefill_id",
+        "prices",
+        "prompt_tokens",
+        "reason",
+        "reusable_tokens",
+        "seconds",
+        "slots",
+        "started",
+        "trusts",
+    )
+
+    def __init__(
+        self,
+        decision: Decision,
+        *,
+        slots: Sequence[tuple[int, RankId]],
+        trusts: array[float],
+        reusable_tokens: Mapping[int, int],
+        started: float,
+    ) -> None:
+        self.id: RankId = decision.id
+        self.reason: Reason = decision.reason
+        self.expected_cached_tokens: int = decision.expected_cached_tokens
+        self.best_cached_tokens: int = decision.best_cached_tokens
+        self.expected_prefill_seconds: float = decision.expected_prefill_seconds
+        self.started = started
+        self.slots = slots
+        self.trusts = trusts
+        self.prices: array[float] = array("d", chain.from_iterable(decision.prices)) if decision.prices else _NO_PRICES
+        self.reusable_tokens = reusable_tokens
+        #: Of a pair: the rank that computes the prompt.
+        self.prefill_id: RankId | None = decision.prefill.id if decision.prefill is not None else None
+        self.pair_seconds: float | None = decision.pair_seconds
+        self.alone_seconds: float | None = decision.alone_seconds
+        self.first_token_seconds: float | None = None
+        self.seconds: float | None = None
+        self.outcome: str | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
 
     def ranks(self) -> Iterator[Weighed]:
         """Every rank that was known, by slot."""
@@ -66,19 +97,41 @@ class Attempted:
             yield Weighed(rank_id, self.reusable_tokens.get(slot, 0), trust, prices.get(slot))
 
 
-@dataclass(slots=True)
 class Decided:
     """One request and its attempts. ``session`` is a hash; ``keyed`` says how its prompt was recognised."""
 
-    request_id: str
-    model: str
-    tenant: str
-    session: str | None
-    home: RankId | None
-    keyed: str
-    prompt_tokens: int
-    ideal_tokens: int
-    attempts: list[Attempted] = field(default_factory=list)
+    __slots__ = (
+        "attempts",
+        "home",
+        "ideal_tokens",
+        "keyed",
+        "model",
+        "prompt_tokens",
+        "request_id",
+        "session",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        tenant: str,
+        session: str | None,
+        keyed: str,
+        prompt_tokens: int,
+        ideal_tokens: int,
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.tenant = tenant
+        self.session = session
+        self.home: RankId | None = None
+        self.keyed = keyed
+        self.prompt_tokens = prompt_tokens
+        self.ideal_tokens = ideal_tokens
+        self.attempts: list[Attempted] = []
 
 
 class DecisionLog:
@@ -113,7 +166,13 @@ class DecisionLog:
         self, decided: Decided, decision: Decision, *, view: FleetView, reusable: Mapping[int, int], now: float
     ) -> Attempted:
         """An attempt begins."""
-        attempted = attempt_of(decision, slots=self._known(view), view=view, reusable=reusable, now=now)
+        attempted = Attempted(
+            decision,
+            slots=self._known(view),
+            trusts=array("d", [rank.trust.ratio for rank in view.ranks]),
+            reusable_tokens=reusable,
+            started=now,
+        )
         decided.attempts.append(attempted)
         if self._decided.get(decided.request_id) is decided:
             self._rows += len(attempted.slots)
@@ -144,32 +203,6 @@ class DecisionLog:
     def _drop(self, decided: Decided | None) -> None:
         if decided is not None:
             self._rows -= sum(len(attempted.slots) for attempted in decided.attempts)
-
-
-def attempt_of(
-    decision: Decision,
-    *,
-    slots: Sequence[tuple[int, RankId]],
-    view: FleetView,
-    reusable: Mapping[int, int],
-    now: float,
-) -> Attempted:
-    """What there is to say of a decision when it is taken."""
-    return Attempted(
-        id=decision.id,
-        reason=decision.reason,
-        expected_cached_tokens=decision.expected_cached_tokens,
-        best_cached_tokens=decision.best_cached_tokens,
-        expected_prefill_seconds=decision.expected_prefill_seconds,
-        started=now,
-        slots=slots,
-        trusts=array("d", [rank.trust.ratio for rank in view.ranks]),
-        prices=array("d", chain.from_iterable(decision.prices)),
-        reusable_tokens=reusable,
-        prefill_id=decision.prefill.id if decision.prefill is not None else None,
-        pair_seconds=decision.pair_seconds,
-        alone_seconds=decision.alone_seconds,
-    )
 
 
 @lru_cache(maxsize=4096)

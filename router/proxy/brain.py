@@ -30,8 +30,9 @@ from router.proxy.splitting import contracts, learn_pace, no_worker
 from router.proxy.types import Attempt, Outcome
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
-from router.wire.openai import Endpoint, InferenceRequest, Usage
+from router.wire.openai import Endpoint, InferenceRequest
 from router.wire.text_keys import text_bytes
+from router.wire.usage import Usage
 
 #: The header that names a request, as the data plane gives it here and to the client.
 REQUEST_ID = "x-request-id"
@@ -84,14 +85,14 @@ class RouterBrain(Models):
         """Recognise the session and key the prompt. Raises ``NotFound`` for a model nobody serves."""
         model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
-        if session is not None:
+        if session is not None and self._fleet.shared.is_shared:
             await self._fleet.shared.look_up(model, session)
         seed, plain_seed = self.seeds(model, request.fields)
         started = self._fleet.clock()
         prompt = await self.tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
         prepared = PreparedRequest(
-            model=model,
+            model,
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens) if tokens is not None else guessed_tokens(request),
@@ -113,11 +114,10 @@ class RouterBrain(Models):
         self._metrics.prompts.labels(keyed).inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
         prepared.decided = Decided(
-            request_id=headers.get(REQUEST_ID, ""),
-            model=model,
+            headers.get(REQUEST_ID, ""),
+            model,
             tenant=tenant,
             session=session_hash(session),
-            home=None,
             keyed=keyed,
             prompt_tokens=prepared.prompt_tokens,
             ideal_tokens=prepared.ideal_tokens,
@@ -143,7 +143,9 @@ class RouterBrain(Models):
         """Who asks; nobody in particular where nothing will be left in a cache to come home to."""
         if request.endpoint in _LEAVES_NOTHING:
             return None
-        fields = request.fields if request.chat is None else {**request.fields, "messages": request.chat["messages"]}
+        fields, chat = request.fields, request.chat
+        if chat is not None and chat is not fields:
+            fields = {**fields, "messages": chat["messages"]}
         return identify(headers, fields, tenant=tenant, first=self._settings.session_headers)
 
     def prepare_tokens(
@@ -152,7 +154,7 @@ class RouterBrain(Models):
         """Key a prompt whose token ids are known. ``fields`` are the request's: some divide caches."""
         seed, plain_seed = self.seeds(model, fields)
         return PreparedRequest(
-            model=model,
+            model,
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens),
@@ -240,7 +242,7 @@ class RouterBrain(Models):
         if decided is None or not decided.request_id:
             return
         if not decided.attempts:
-            decided.home = next((rank.id for rank in view.ranks if rank.slot == request.home), None)
+            decided.home = None if request.home is None else self._fleet.member(request.home).id
             self.decisions.open(decided)
         lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
 

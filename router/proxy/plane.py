@@ -8,7 +8,7 @@ import json
 import random
 import ssl
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final, cast
 from urllib.parse import unquote_to_bytes
 
 from structlog.typing import FilteringBoundLogger
@@ -124,7 +124,7 @@ class DataPlane:
         """Listen; returns the port. Raises ``OSError`` if the address cannot be had."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ClientConnection(self),
+            lambda: cast("asyncio.Protocol", ClientConnection(self)),
             self.settings.host,
             self.settings.port,
             backlog=_BACKLOG,
@@ -132,7 +132,8 @@ class DataPlane:
             ssl_handshake_timeout=self.settings.header_timeout_seconds if self._tls is not None else None,
             ssl_shutdown_timeout=_TLS_GOODBYE_SECONDS if self._tls is not None else None,
         )
-        port: int = self._server.sockets[0].getsockname()[1]
+        # Not a tuple, as is declared: uvloop's is a list.
+        port: int = cast("Any", self._server).sockets[0].getsockname()[1]
         return port
 
     def retire(self) -> None:

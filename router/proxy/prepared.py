@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from router.core.types import Handover, SessionKey
 from router.fleet.decisions import Decided
@@ -17,28 +16,55 @@ from router.wire.text_keys import chat_text, prompt_text, text_keys
 BYTES_A_TOKEN = 4
 
 
-@dataclass(slots=True)
 class PreparedRequest:
     """A request keyed once, for any number of attempts. ``tokens`` is None where only text is known.
 
     ``plain_seed`` is the root that SGLang's events imply, which do not carry the request's extra key; None without one.
     """
 
-    model: str
-    session: SessionKey | None
-    tokens: array[int] | None
-    prompt_tokens: int
-    output_tokens: int
-    seed: int
-    plain_seed: int | None = None
-    text_keys: Sequence[int] = ()
-    ideal_tokens: int = 0
-    decided: Decided | None = None
-    #: By which contracts the prompt and its answer may be computed on different ranks.
-    handovers: frozenset[Handover] = frozenset()
-    #: Where admission lets it go; None: anywhere.
-    allowed: frozenset[int] | None = None
-    _keys: dict[int, Sequence[int]] = field(default_factory=dict)
+    __slots__ = (
+        "_keys",
+        "allowed",
+        "decided",
+        "handovers",
+        "ideal_tokens",
+        "model",
+        "output_tokens",
+        "plain_seed",
+        "prompt_tokens",
+        "seed",
+        "session",
+        "text_keys",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        session: SessionKey | None,
+        tokens: array[int] | None,
+        prompt_tokens: int,
+        output_tokens: int,
+        seed: int,
+        plain_seed: int | None = None,
+        handovers: frozenset[Handover] = frozenset(),
+    ) -> None:
+        self.model = model
+        self.session = session
+        self.tokens = tokens
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.seed = seed
+        self.plain_seed = plain_seed
+        #: By which contracts the prompt and its answer may be computed on different ranks.
+        self.handovers = handovers
+        self.text_keys: Sequence[int] = ()
+        self.ideal_tokens = 0
+        self.decided: Decided | None = None
+        #: Where admission lets it go; None: anywhere.
+        self.allowed: frozenset[int] | None = None
+        self._keys: dict[int, Sequence[int]] = {}
 
     @property
     def is_splittable(self) -> bool:

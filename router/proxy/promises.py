@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from router.core.forecast import Allocation
@@ -28,13 +27,15 @@ PROVISIONAL_SECONDS = 2.0
 Promise = tuple[PrefixIndex, Ticket]
 
 
-@dataclass(frozen=True, slots=True)
 class _Answered:
     """A request that has just ended, of whose answer only the length is known."""
 
-    member: Member
-    prepared: PreparedRequest
-    output_tokens: int
+    __slots__ = ("member", "output_tokens", "prepared")
+
+    def __init__(self, member: Member, prepared: PreparedRequest, output_tokens: int) -> None:
+        self.member = member
+        self.prepared = prepared
+        self.output_tokens = output_tokens
 
 
 class Promises:
@@ -90,7 +91,7 @@ class Promises:
 
     def answered(self, member: Member, prepared: PreparedRequest, *, output_tokens: int, now: float) -> None:
         """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""
-        if prepared.session is not None:
+        if prepared.session is not None and prepared.tokens is not None:
             key = (prepared.model, prepared.session)
             self._answered[key] = _Answered(member, prepared, output_tokens)
             self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._answered.pop, key, None)))

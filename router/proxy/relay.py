@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from router.errors import RequestError
 from router.proxy.server import ClientConnection
-from router.wire.openai import BodyTap, Endpoint, StreamTap, Usage, error_event
+from router.wire.openai import BodyTap, Endpoint, StreamTap, error_event
+from router.wire.usage import Usage
 
 
 class Relay:

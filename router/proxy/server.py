@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol, cast
 
 from router.errors import Dialect, RequestError, RequestTimeout, to_answer
@@ -51,9 +50,10 @@ class Door(Protocol):
         """The connection is gone; ``midway``: the client left before its answer had ended."""
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection:
     """One client. At most one request is being served; pipelined ones wait their turn.
 
+    An ``asyncio.Protocol`` in all but descent, which a compiled class cannot have.
     While more than ``_MAX_QUEUED`` requests wait, the socket is not read, and only then a disconnect goes unseen.
     """
 
@@ -263,10 +263,9 @@ class ClientConnection(asyncio.Protocol):
         """The one that this connection lives on. Asking for the running loop costs a system call."""
         return self._loop
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The loop's."""
-        return self._loop.time
+    def clock(self) -> float:
+        """The loop's time."""
+        return self._loop.time()
 
     @property
     def address(self) -> str:

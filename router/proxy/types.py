@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 
-import msgspec
-
 from router.core.breaker import Verdict
 from router.core.types import Decision
 from router.errors import RequestError
 from router.fleet.target import Target
-from router.wire.openai import InferenceRequest, Usage
+from router.wire.frozen import Frozen
+from router.wire.openai import InferenceRequest
+from router.wire.usage import Usage
 
 
 class Outcome(StrEnum):
@@ -61,7 +61,7 @@ class Lease(Protocol):
         """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class Attempt(Frozen, frozen=True):
     """A decision made and opened. Of a pair of ranks it is the decode rank's, and ``prefill`` the other one's."""
 
     target: Target

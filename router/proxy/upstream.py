@@ -28,19 +28,21 @@ class Failure:
     answered: bool = False
 
 
-@dataclass(slots=True)
 class AnswerHead:
     """The head of a worker's answer. Header names are as received."""
 
-    status: int
-    reason: bytes
-    headers: list[Header]
-    content_type: bytes = b""
-    #: The end of the body is known beforehand: by its length, or because there is none.
-    has_length: bool = False
-    chunked: bool = False
-    #: Compressed or the like: its bytes are nobody's to look into.
-    encoded: bool = False
+    __slots__ = ("chunked", "content_type", "encoded", "has_length", "headers", "reason", "status")
+
+    def __init__(self, status: int, reason: bytes, headers: list[Header]) -> None:
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.content_type = b""
+        #: The end of the body is known beforehand: by its length, or because there is none.
+        self.has_length = http1.bodiless(status)
+        self.chunked = False
+        #: Compressed or the like: its bytes are nobody's to look into.
+        self.encoded = False
 
 
 class Receiver(Protocol):
@@ -56,8 +58,11 @@ class Receiver(Protocol):
         """The exchange is over, at whatever point. Nothing is called after this."""
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One connection to a worker, one exchange at a time: ``send``, then give it back to the pool or ``close`` it."""
+class UpstreamConnection:
+    """One connection to a worker, one exchange at a time: ``send``, then give it back to the pool or ``close`` it.
+
+    An ``asyncio.Protocol`` in all but descent, as ``ClientConnection`` is.
+    """
 
     def __init__(self, pool: UpstreamPool, address: Address) -> None:
         self._pool = pool
@@ -176,6 +181,12 @@ class UpstreamConnection(asyncio.Protocol):
         if pieces and self._receiver is not None:
             self._receiver.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
+    def pause_writing(self) -> None:
+        """The worker is slow to read. Nothing is written but a request, whose body is in memory anyway."""
+
+    def resume_writing(self) -> None:
+        """The worker has read on."""
+
     def eof_received(self) -> None:
         if self._receiver is not None and self._until_close and not self._complete:
             self._complete = True
@@ -221,7 +232,7 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200 or self._complete:
             return
-        head = AnswerHead(status, self._reason, self._headers, has_length=http1.bodiless(status))
+        head = AnswerHead(status, self._reason, self._headers)
         for name, value in head.headers:
             lowered = name.lower()
             if lowered == names.CONTENT_LENGTH:
@@ -282,7 +293,7 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(self.settings.connect_seconds):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: connection, target.host, target.port, ssl=target.tls or None
+                    lambda: cast("asyncio.Protocol", connection), target.host, target.port, ssl=target.tls or None
                 )
             made = True
         except TimeoutError:

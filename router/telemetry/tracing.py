@@ -13,7 +13,7 @@ from router.core.types import Decision
 from router.errors import ConfigError
 from router.settings import TracingSettings
 from router.wire.headers import TRACEPARENT, TRACESTATE, Header
-from router.wire.openai import Usage
+from router.wire.usage import Usage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

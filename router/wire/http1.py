@@ -27,18 +27,29 @@ _MAX_FRAMING_RATIO: Final = 8
 _CHECKED: Final = frozenset({names.HOST, names.CONTENT_LENGTH, names.TRANSFER_ENCODING, names.EXPECT})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class HttpRequest:
-    """A request as read from the wire. Header names are lower-case."""
+    """A request as read from the wire. Header names are lower-case.
+
+    ``chunks``: it is HTTP/1.1, so the answer may be chunked. ``keep_alive``: the connection may be used again.
+    """
 
     method: str
     target: bytes
     headers: list[Header]
-    body: bytes = b""
-    #: HTTP/1.1, so the answer may be chunked.
-    chunks: bool = True
-    #: The client lets the connection be used again.
-    keep_alive: bool = True
+    body: bytes
+    chunks: bool
+    keep_alive: bool
+
+    def __init__(
+        self, method: str, target: bytes, headers: list[Header], *, chunks: bool = True, keep_alive: bool = True
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.body = b""
+        self.chunks = chunks
+        self.keep_alive = keep_alive
 
 
 class Phase(Enum):

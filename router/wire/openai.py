@@ -15,6 +15,8 @@ import msgspec
 
 from router.errors import BadRequest, Dialect, RequestError, openai_error_body
 from router.wire import anthropic, responses, sse
+from router.wire.frozen import Frozen
+from router.wire.usage import Usage, later_usage, parse_usage
 
 
 class Endpoint(StrEnum):
@@ -38,7 +40,7 @@ class Endpoint(StrEnum):
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 
-class InferenceRequest(msgspec.Struct, frozen=True):
+class InferenceRequest(Frozen, frozen=True):
     """What the router reads of a request. ``body`` is what the client sent, byte for byte.
 
     ``fields`` is the decoded top-level object (messages, prompt, tools, session fields, ...).
@@ -53,15 +55,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     fields: Mapping[str, Any]
     body: bytes
     chat: Mapping[str, Any] | None = None
-    prompt: object = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts a worker reports. ``cached_tokens`` is None where the engine does not say."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
+    prompt: Any = None
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -238,68 +232,6 @@ def _top_level_values(body: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 # --- answers ------------------------------------------------------------------------------------
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """All endpoints' spellings. Only the Anthropic API counts reused tokens apart from ``input_tokens``."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = 0
-    output_tokens: int | None = 0
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-    def read(self) -> Usage:
-        details = self.prompt_tokens_details or self.input_tokens_details
-        cached_tokens = details.cached_tokens if details else self.cache_read_input_tokens
-        apart_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
-        return Usage(
-            prompt_tokens=self.prompt_tokens or (self.input_tokens or 0) + apart_tokens,
-            completion_tokens=self.completion_tokens or self.output_tokens or 0,
-            cached_tokens=cached_tokens,
-        )
-
-
-class _Nested(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-class _WithUsage(msgspec.Struct):
-    usage: _Usage | None = None
-    #: Responses: in the events ``response.created`` ... ``response.completed``.
-    response: _Nested | None = None
-    #: Messages: in the event ``message_start``.
-    message: _Nested | None = None
-
-
-_DECODE_USAGE: Final = msgspec.json.Decoder(_WithUsage).decode
-
-
-def parse_usage(document: bytes) -> Usage | None:
-    """The ``usage`` of an answer or of one streamed chunk; None where it is absent, null or malformed."""
-    try:
-        decoded = _DECODE_USAGE(document)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    nested = decoded.response or decoded.message
-    usage = decoded.usage or (nested.usage if nested else None)
-    return usage.read() if usage is not None else None
-
-
-def later_usage(earlier: Usage | None, later: Usage | None) -> Usage | None:
-    """What two events of a stream say together: Anthropic's last one may count the output alone."""
-    if later is None or earlier is None:
-        return later or earlier
-    if later.prompt_tokens == 0:
-        return Usage(earlier.prompt_tokens, later.completion_tokens, earlier.cached_tokens)
-    return later
 
 
 class StreamTap:

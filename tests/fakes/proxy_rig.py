@@ -22,7 +22,8 @@ from router.proxy.types import Attempt, Outcome
 from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
-from router.wire.openai import InferenceRequest, Usage
+from router.wire.openai import InferenceRequest
+from router.wire.usage import Usage
 
 
 async def until(condition: Callable[[], bool], *, seconds: float = 2.0) -> None:

@@ -16,7 +16,7 @@ import pytest
 from router.core.keys import Key, Keyring, digest_of
 from router.core.types import Engine
 from router.settings import UpstreamSettings
-from router.wire.openai import Usage
+from router.wire.usage import Usage
 from tests.fakes.fault_worker import FaultWorker, Move, Script, answer, chunk, stream_head
 from tests.fakes.proxy_rig import Rig, rig, target
 

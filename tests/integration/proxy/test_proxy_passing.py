@@ -9,7 +9,7 @@ import pytest
 
 from router.core.types import Engine
 from router.settings import UpstreamSettings
-from router.wire.openai import Usage
+from router.wire.usage import Usage
 from tests.fakes.fault_worker import OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
 from tests.fakes.proxy_rig import CHAT, rig, target
 

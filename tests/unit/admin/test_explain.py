@@ -27,7 +27,8 @@ from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EventBatch
-from router.wire.openai import Endpoint, Usage, parse_request
+from router.wire.openai import Endpoint, parse_request
+from router.wire.usage import Usage
 
 BLOCK = 16
 SECRET = "alice-and-her-project"
@@ -170,7 +171,7 @@ async def test_an_unknown_id_is_not_found(world: World) -> None:
 
 
 def note(log: DecisionLog, request_id: str, *, ranks: int = 2) -> None:
-    decided = Decided(request_id, "m", "t", None, None, "tokens", 1, 0)
+    decided = Decided(request_id, "m", tenant="t", session=None, keyed="tokens", prompt_tokens=1, ideal_tokens=0)
     log.open(decided)
     world = World()
     view = FleetView(world.fleet.view.ranks[:ranks], version=ranks)

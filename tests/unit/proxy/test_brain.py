@@ -27,7 +27,8 @@ from router.settings import Policy, RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EventBatch
-from router.wire.openai import Endpoint, Usage, parse_request
+from router.wire.openai import Endpoint, parse_request
+from router.wire.usage import Usage
 
 NEEDLE = Path(__file__).parents[3] / "engine_shim" / "model" / "needle"
 FILES = (NEEDLE / "tokenizer.json").read_bytes(), json.loads((NEEDLE / "tokenizer_config.json").read_bytes())

@@ -18,7 +18,8 @@ from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EventBatch
-from router.wire.openai import Endpoint, Usage, parse_request
+from router.wire.openai import Endpoint, parse_request
+from router.wire.usage import Usage
 from tests.unit.proxy.test_brain import BLOCK, TOKENIZER
 
 PROMPT = list(range(100, 1100))

@@ -15,12 +15,11 @@ from router.wire.openai import (
     Endpoint,
     InferenceRequest,
     StreamTap,
-    Usage,
     error_event,
     parse_request,
-    parse_usage,
     with_field,
 )
+from router.wire.usage import Usage, parse_usage
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

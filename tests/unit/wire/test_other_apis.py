@@ -16,12 +16,11 @@ from router.wire.chat_template import ChatTemplate
 from router.wire.openai import (
     Endpoint,
     StreamTap,
-    Usage,
     error_event,
     parse_request,
-    parse_usage,
     with_model,
 )
+from router.wire.usage import Usage, parse_usage
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_renders.json").read_text(encoding="utf-8"))
 ENDPOINTS = {"/v1/messages": Endpoint.MESSAGES, "/v1/responses": Endpoint.RESPONSES}
