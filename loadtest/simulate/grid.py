@@ -22,7 +22,7 @@ from loadtest.simulate.run import simulate
 from loadtest.simulate.scenario import Scenario
 from loadtest.simulate.workload import Recording
 
-#: Told of each result that was not there before: its cell's number, the result, and how many of all there are by now.
+#: Told of each result, run or found: its cell's number, the result, and how many there are by now.
 Progress = Callable[[int, PolicyResult, int], None]
 
 
