@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.speculative.drafter import Drafter
-from engine_shim.types import Batch, GroupKind, Request, Sampled, Sampling
+from engine_shim.types import Batch, CacheLayout, GroupKind, Request, Sampled, Sampling
 
 
 class ParityRank:
@@ -35,7 +37,7 @@ class ParityRank:
         max_running: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
         record: bool = True,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Callable[[CacheLayout], Drafter] | None = None,
         draft_tokens: int = 0,
     ) -> None:
         self.layout = layout_for(
@@ -44,8 +46,10 @@ class ParityRank:
             pool_tokens=pool_tokens,
             window_pool_tokens=window_pool_tokens,
             state_slots=state_slots,
+            draft_head=callable(drafter),
         )
-        self.runner = TorchRunner(decoder, self.layout, drafter=drafter)
+        self.drafter = drafter(self.layout) if callable(drafter) else drafter
+        self.runner = TorchRunner(decoder, self.layout, drafter=self.drafter)
         self.scheduler = Scheduler(
             self.layout,
             max_running=max_running,
@@ -53,11 +57,16 @@ class ParityRank:
             max_context_tokens=decoder.config.max_positions,
             eos_token_ids=eos_token_ids,
             draft_tokens=draft_tokens,
+            **self._offload(),
         )
         self._record = record
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.pages_filled = [0 for _ in self.layout.groups]
         self.largest_batch = 0
+
+    def _offload(self) -> dict[str, Any]:
+        """What the scheduler needs to copy pages below the device: nothing here."""
+        return {}
 
     def generate(
         self, prompts: dict[str, list[int]], *, max_tokens: int = 32, sampling: Sampling | None = None
@@ -101,6 +110,10 @@ class ParityRank:
         """NaN into the null page and every page that nobody holds: reading one shows in the logits."""
         for group, pool in enumerate(self.scheduler._memory.cache.pools):
             pages = torch.tensor(sorted({0, *pool.free_set()}))
+            if self.layout.groups[group].kind is GroupKind.DRAFT:
+                for tensor in (self.drafter.keys, self.drafter.values, self.drafter.tails):
+                    tensor[:, pages] = torch.nan
+                continue
             if self.layout.groups[group].kind is GroupKind.STATE:
                 self.runner.states.memories[:, pages] = torch.nan
                 self.runner.states.inputs[:, pages] = torch.nan
