@@ -355,6 +355,12 @@ class Chains:
             found.update(reached)
         return found
 
+    def places(self, path: Sequence[Step], count: int) -> list[int]:
+        """The places of a chain's first ``count`` blocks, as far as its path goes."""
+        return [
+            place for start, run, shared in path if start < count for place in run.places(0, min(shared, count - start))
+        ]
+
     def holds_at(self, path: Sequence[Step], slot: int, at: int, *, below: bool = False) -> bool:
         """Whether a rank holds one block of a chain, gaps before it or not. ``below``: on the device or under it."""
         for start, run, shared in path:

@@ -5,14 +5,16 @@ Groups are judged at the end of the dense prefix by the rules of ``core/usable``
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from router.core.adoption import Expected
 from router.core.chains import Chains, Step
 from router.core.forecast import Pool
 from router.core.provisional import DENSE, Ticket
 from router.core.rank_state import RankState
-from router.core.residency import Residency
+from router.core.residency import TAILS, Residency
 from router.core.usable import Mask, Rule, boundary, slots_of
 
 
@@ -32,14 +34,18 @@ class PrefixIndex(Residency):
         ends = keys[rank.stride - 1 :: rank.stride]
         held = rank.chains.depths(rank.chains.path(ends, limit=len(ends))).get(slot, 0)
         promised = {DENSE: ends[held:]}
+        limit = (prompt_tokens - 1) // self.block_tokens
         if rank.rules:
-            limit = (prompt_tokens - 1) // self.block_tokens
             known = self._depths(keys, prompt_tokens).get(slot, 0)
             usable = self._boundary(rank, keys, known)
-            kept = {end - end % rank.align for end in ((limit, known) if known > usable else (limit,))}
+            step = math.lcm(rank.align, rank.stride)
+            kept = {end - end % step for end in ((limit, known) if known > usable else (limit,))}
+            if rank.has_tails and limit % rank.stride:
+                kept.add(limit)
+                promised[DENSE] = (*ends[held:], keys[limit - 1])
             for group, rule in rank.rules.items():
                 promised[group] = self._promised(rank, group, rule, keys, start=usable, ends=kept)
-        return self.provisional.add(slot, promised)
+        return self._expect(rank, slot, promised, Expected(keys, limit))
 
     def promise_more(self, slot: int, keys: Sequence[int], *, start: int) -> Ticket:
         """Count the units from ``start`` on as resident, too: what a request has generated."""
@@ -51,7 +57,13 @@ class PrefixIndex(Residency):
         promised: dict[int, Sequence[int]] = {DENSE: [ends[at] for at in lacking]}
         for group, rule in rank.rules.items():
             promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
-        return self.provisional.add(slot, promised)
+        return self._expect(rank, slot, promised, Expected(keys, start=start))
+
+    def _expect(self, rank: RankState, slot: int, promised: dict[int, Sequence[int]], expected: Expected) -> Ticket:
+        ticket = self.provisional.add(slot, promised, expected=expected)
+        if rank.orphans:  # its events may have been quicker
+            self._place_orphans(rank, slot, expected)
+        return ticket
 
     def _promised(
         self, rank: RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
@@ -105,7 +117,20 @@ class PrefixIndex(Residency):
                 if self.provisional.dense:
                     self._add_promised(blocks, chains, path, ends, limit // stride, below=below)
                 found.update(blocks if stride == 1 else {slot: count * stride for slot, count in blocks.items()})
+        if self._sparse.get(TAILS):
+            self._add_tails(found, keys, limit)
         return found
+
+    def _add_tails(self, found: dict[int, int], keys: Sequence[int], limit: int) -> None:
+        """Lengthen the prefix of ranks whose prompts' ends are found inside a block, up to such an end."""
+        tails, promised = self._sparse[TAILS].masks, self.provisional.dense
+        for slot, rank in self._ranks.items():
+            if rank.has_tails:
+                depth = found.get(slot, 0)
+                inside = range(min(limit, depth + rank.stride - 1), depth, -1)
+                ends = (at for at in inside if (tails.get(keys[at - 1], 0) | promised.get(keys[at - 1], 0)) & rank.bit)
+                if end := next(ends, 0):
+                    found[slot] = end
 
     def _add_promised(
         self,
@@ -138,3 +163,32 @@ class PrefixIndex(Residency):
             group: mask_of(self._sparse[group].masks, self.provisional.sparse.get(group, {})) for group in rank.rules
         }
         return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
+
+    # --- what others show -----------------------------------------------------------------------------
+
+    def blocks(self, slot: int) -> int:
+        """Blocks believed resident on a rank, in its dense group."""
+        return self._ranks[slot].blocks
+
+    def applied_blocks(self, slot: int) -> int:
+        """Dense blocks that events have brought in so far, whether or not they are still there."""
+        return self._ranks[slot].applied_blocks
+
+    def stride(self, slot: int) -> int:
+        """Units in a dense block of the rank."""
+        return self._ranks[slot].stride
+
+    def orphans(self, slot: int) -> int:
+        """Blocks a rank has announced whose parent is not known."""
+        return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
+
+    def residency(self, slot: int) -> dict[int, frozenset[int]]:
+        """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""
+        return {
+            -1: self._ranks[slot].chains.keys_of(slot),
+            **{group: table.keys_of(slot) for group, table in self._sparse.items()},
+        }
+
+    def pool(self, slot: int) -> Pool | None:
+        """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
+        return self._ranks[slot].pool

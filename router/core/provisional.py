@@ -10,8 +10,10 @@ so that a second request for the same prompt, in the same instant, finds it. Eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from router.core.adoption import Expected
 
 #: The dense group in a promise; other groups have the engine's own numbers.
 DENSE = -1
@@ -45,21 +47,25 @@ class Provisional:
         self._by_slot: dict[int, set[int]] = {}
         self._owners: dict[tuple[int, int, int], list[int]] = {}
         self._fulfilled: list[int] = []
+        self._expected: dict[int, dict[int, Expected]] = {}
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, slot: int, promised: Mapping[int, Sequence[int]]) -> Ticket:
+    def add(self, slot: int, promised: Mapping[int, Sequence[int]], *, expected: Expected | None = None) -> Ticket:
         """Promise blocks of a rank: keys by group, ``DENSE`` for the chain itself, in the order of the prompt.
 
-        Blocks that only another request has promised are promised again, since that one may fail.
+        Blocks that only another request has promised are promised again, since that one may fail. ``expected`` is the
+        whole chain; it is remembered until the ticket is dropped.
         """
         ticket = Ticket(self._next, slot)
         self._next += 1
         dense = promised.get(DENSE, ())
         self._entries[ticket.number] = _Entry(slot, promised, dense[-1] if dense else None)
         self._by_slot.setdefault(slot, set()).add(ticket.number)
+        if expected is not None:
+            self._expected.setdefault(slot, {})[ticket.number] = expected
         bit = 1 << slot
         for group, keys in promised.items():
             table = self._table(group)
@@ -72,6 +78,10 @@ class Provisional:
         """Whether a dense block is promised of a rank, as a function of its key."""
         promised, bit = self.dense, 1 << slot
         return lambda key: bool(promised.get(key, 0) & bit)
+
+    def expected(self, slot: int) -> Collection[Expected]:
+        """The chains that a rank is to store, in the order in which they were promised."""
+        return self._expected.get(slot, {}).values()
 
     def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
         """An event said that these blocks are resident."""
@@ -100,6 +110,8 @@ class Provisional:
 
     def drop(self, ticket: Ticket) -> None:
         """Take back what ``add`` entered, as far as it still stands."""
+        if (expected := self._expected.get(ticket.slot)) is not None:
+            expected.pop(ticket.number, None)
         if ticket.number in self._entries:
             self._remove(ticket.number)
 
@@ -110,6 +122,7 @@ class Provisional:
 
     def forget(self, slot: int) -> None:
         """The rank is gone: nothing is promised of the slot, and open tickets are void."""
+        self._expected.pop(slot, None)
         for number in list(self._by_slot.get(slot, ())):
             self._remove(number)
 

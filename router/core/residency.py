@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
+from router.core.adoption import Expected
 from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
@@ -20,6 +22,11 @@ from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, Names, RankState, b
 from router.core.tables import CopyTable
 from router.core.usable import Geometry, Kind, rule_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+
+#: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
+TAILS = -2
+#: Events that wait for their parent are looked at again for each new prompt, no more than so many.
+_RETRIED_ORPHANS = 16
 
 
 class Residency:
@@ -63,6 +70,7 @@ class Residency:
         if rank.pool is not None:
             rank.pool.cleared()
         rank.orphans.clear()
+        rank.adopted.before.clear()
         rank.unnamed.clear()
         self._sweep()
 
@@ -89,6 +97,8 @@ class Residency:
         if event.group == rank.dense_group:
             if event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
                 self._store_dense(rank, slot, event)
+            elif event.is_dense and event.block_tokens == self.block_tokens:
+                self._store_tail(rank, slot, event)
         elif rank.rules[event.group].kind is not Kind.UNUSED:
             self._store_sparse(rank, slot, event)
 
@@ -124,6 +134,11 @@ class Residency:
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
         parent = None if event.parent is None else rank.names.places.get(event.parent)
         parent_key = None if parent is None else self._runs.key(parent)
+        if parent_key is None and event.parent is not None:
+            chains = reversed([*self.provisional.expected(slot)])
+            adopted = (self._adopt(rank, slot, event, chain) for chain in chains)
+            parent = next((place for place in adopted if place is not None), None)
+            parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
             rank.orphans.setdefault(event.parent, []).append(event)
             bound(rank.orphans, MAX_ORPHANS)
@@ -224,21 +239,27 @@ class Residency:
                 rank.pool.removed(gone, copies=copies)
         elif not below:
             for name in event.hashes:
-                key = self._key(rank, name)
-                if key is None:
-                    self._remove_waiting(rank, name, event.group)
-                    continue
-                table = self._sparse[event.group]
-                key = next((each for each in self.namespaces.alike(key) if table.masks.get(each, 0) & rank.bit), key)
-                table.lose(slot, key)
-                if name in rank.names.strays and not self._is_sparse(key):
-                    del rank.names.strays[name]
+                self._lose_sparse(rank, slot, name, event.group)
+
+    def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
+        key = self._key(rank, name)
+        if key is None:
+            self._remove_waiting(rank, name, group)
+            return
+        table = self._sparse[group]
+        key = next((each for each in self.namespaces.alike(key) if table.masks.get(each, 0) & rank.bit), key)
+        table.lose(slot, key)
+        if name in rank.names.strays and not self._is_sparse(key):
+            del rank.names.strays[name]
 
     def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, *, below: bool) -> int | None:
         """Returns the block's key if this was the rank's last copy of it."""
         place = rank.names.places.get(name)
         if place is None or (key := self._runs.key(place)) is None:
-            self._drop_orphan(rank, name)
+            if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
+                self._lose_sparse(rank, slot, name, TAILS)
+            else:
+                self._drop_orphan(rank, name)
             return None
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
@@ -248,10 +269,60 @@ class Residency:
         is_last = rank.chains.lose(slot, place, below=below)
         if is_last and not below:
             rank.blocks -= 1
+            if rank.adopted.before:
+                rank.blocks -= sum(rank.chains.lose(slot, each, below=False) for each in rank.adopted.let_go(place))
         if not self._runs.is_held(place):
             rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
             self._note_forgotten(1)
         return key if is_last else None
+
+    # --- what is placed by the prompts that were sent ----------------------------------------------
+
+    def _place_orphans(self, rank: RankState, slot: int, chain: Expected) -> None:
+        """See whether those that came last are of a chain that has become known since."""
+        for parent, events in list(rank.orphans.items())[-_RETRIED_ORPHANS:]:
+            if parent in rank.orphans and self._adopt(rank, slot, events[0], chain) is not None:
+                del rank.orphans[parent]
+                for event in events:
+                    self._store_dense(rank, slot, event)
+
+    def _adopt(self, rank: RankState, slot: int, event: BlockStored, chain: Expected) -> int | None:
+        """Place the event's unknown parent, and what is before it: the rank has all of that."""
+        units = () if self.namespaces else chain.before(event, unit_tokens=self.block_tokens)
+        if not units or event.parent is None:
+            return None
+        ends = units[rank.stride - 1 :: rank.stride]
+        path = rank.chains.path(ends, limit=len(ends))
+        held = rank.chains.depths(path).get(slot, 0)
+        places = rank.chains.places(path, held)
+        if held < len(ends):
+            new, added = rank.chains.extend(slot, places[-1] if places else None, ends[held:])
+            rank.blocks += new
+            places += added
+            if rank.pool is not None:
+                rank.pool.stored(ends[held - 1] if held else None, ends[held:])
+        rank.adopted.take(places[-1], places[:-1], new=places[held:-1])
+        rank.names.learn((event.parent,), places[-1:])
+        return places[-1]
+
+    def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """A prompt's end inside a block, by its last unit: every group that has it can be met there."""
+        parent = None if event.parent is None else rank.names.places.get(event.parent)
+        before = None if parent is None else self._runs.key(parent)
+        if before is None and event.parent is not None:
+            found = (each.tail_of(event, unit_tokens=self.block_tokens) for each in self.provisional.expected(slot))
+            key = next((each for each in found if each is not None), None)
+        else:
+            key = keys_of_event(event, before, unit_tokens=self.block_tokens)[-1]
+        if key is None:
+            return
+        if not rank.has_tails:
+            rank.has_tails, rank.align = True, 1
+            rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
+        self._sparse[TAILS].gain(slot, key)
+        rank.names.strays.update(dict.fromkeys(event.hashes, key))
+        self.provisional.confirm(slot, DENSE, (key,))
+        self._end_waits(rank, slot, event.hashes)
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
@@ -306,39 +377,12 @@ class Residency:
             known.update(*(chains.all_keys() for chains in self._chains.values()))
             self.namespaces.forget(known.__contains__)
 
-    # --- what others show -----------------------------------------------------------------------------
+    # --- how much it is ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return sum(chains.blocks for chains in self._chains.values())
-
-    def blocks(self, slot: int) -> int:
-        """Blocks believed resident on a rank, in its dense group."""
-        return self._ranks[slot].blocks
-
-    def applied_blocks(self, slot: int) -> int:
-        """Dense blocks that events have brought in so far, whether or not they are still there."""
-        return self._ranks[slot].applied_blocks
-
-    def stride(self, slot: int) -> int:
-        """Units in a dense block of the rank."""
-        return self._ranks[slot].stride
-
-    def orphans(self, slot: int) -> int:
-        """Blocks a rank has announced whose parent is not known."""
-        return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
-
-    def residency(self, slot: int) -> dict[int, frozenset[int]]:
-        """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""
-        return {
-            -1: self._ranks[slot].chains.keys_of(slot),
-            **{group: table.keys_of(slot) for group, table in self._sparse.items()},
-        }
 
     def _copies(self, slot: int) -> int:
         """Blocks on the device with all their copies, in the dense group."""
         rank = self._ranks[slot]
         return rank.blocks + rank.chains.twins(slot)
-
-    def pool(self, slot: int) -> Pool | None:
-        """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
-        return self._ranks[slot].pool

@@ -107,7 +107,10 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         max_context_tokens=_max_context(models),
         dp_size=dp_size,
         sources=tuple(by_rank.get(rank) for rank in range(dp_size)),
-        block_tokens=block_tokens or _number(cache.get("block_size")) or _number((server or {}).get("page_size")),
+        block_tokens=block_tokens
+        or _number(cache.get("prefix_match_unit"))
+        or _number(cache.get("block_size"))
+        or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),

@@ -34,6 +34,11 @@ def captured(name: str) -> Path:
         ("own-vllm-gemma3-w200-retention", 82, 81),
         ("own-sglang-qwen3-tenants", 78, 77),
         ("own-sglang-qwen3-page64-dp2", 109, 107),
+        ("own-vllm-qwen3next-unit32", 83, 81),
+        ("own-vllm-qwen3-reports", 66, 65),
+        ("own-vllm-qwen3-late-join", 78, 70),
+        ("own-vllm-qwen3-full-pool", 82, 77),
+        ("own-sglang-qwen3-full-pool", 83, 76),
     ],
 )
 def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:

@@ -1,0 +1,74 @@
+"""Stored blocks whose parent nobody has heard of, and the prompts that they may be of.
+
+Who begins to listen late, or has lost messages that cannot be had again, knows nothing of the blocks from before. What
+is stored behind them can be placed all the same: if it is what a prompt sent to this very rank would store, key for
+key, then its parent is that prompt's block before it, and the engine has all of the prompt up to there.
+
+Units smaller than a block (vLLM's ``--prefix-match-unit``) are met in the same way: a prompt's tail is stored by the
+name of its last unit, whose parent is inside the block and has never been stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.wire.block_keys import block_keys
+from router.wire.kv_events import BlockStored
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A chain that a rank is to store, by the keys of its units.
+
+    A prompt's last unit that can be found again is the one before ``tail``. From ``start`` on blocks are generated:
+    they come one by one.
+    """
+
+    keys: Sequence[int]
+    tail: int = 0
+    start: int | None = None
+
+    def before(self, event: BlockStored, *, unit_tokens: int) -> Sequence[int]:
+        """The chain's units before the event's blocks, if these are what it stores last; else none."""
+        stride = event.block_tokens // unit_tokens
+        last = len(self.keys) - len(self.keys) % stride - len(event.hashes) * stride
+        first = last if self.start is None else min(last, self.start - self.start % stride)
+        for at in range(last, max(0, first - 1), -stride):
+            if self._continues(at, event.token_ids, unit_tokens):
+                return self.keys[:at]
+        return ()
+
+    def tail_of(self, event: BlockStored, *, unit_tokens: int) -> int | None:
+        """The key of the unit that the event stores, if it is this prompt's last."""
+        is_own = self.tail > 1 and self._continues(self.tail - 1, event.token_ids, unit_tokens)
+        return self.keys[self.tail - 1] if is_own else None
+
+    def _continues(self, at: int, tokens: Sequence[int], unit_tokens: int) -> bool:
+        """Whether these tokens are the chain's behind ``at`` units."""
+        parent = self.keys[at - 1]
+        if block_keys(tokens[:unit_tokens], block_tokens=unit_tokens, parent=parent) != [self.keys[at]]:
+            return False
+        found = block_keys(tokens, block_tokens=unit_tokens, parent=parent)
+        return list(self.keys[at : at + len(found)]) == found
+
+
+@dataclass(slots=True)
+class Adopted:
+    """Places of one rank that were taken over without having been stored.
+
+    ``before[place]`` are those that stand and fall with it: nobody will say under what names they go.
+    """
+
+    before: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def take(self, place: int, before: Sequence[int], *, new: Sequence[int]) -> None:
+        """A place is behind others, of which the ``new`` ones are taken over with it."""
+        taken = frozenset(new).union(*self.before.values())
+        if taken := taken.intersection(before):
+            self.before[place] = taken
+
+    def let_go(self, place: int) -> frozenset[int]:
+        """A place is gone. Returns those that no other vouches for."""
+        lost = self.before.pop(place, frozenset())
+        return lost.difference(*self.before.values()) if lost else lost

@@ -1,0 +1,165 @@
+"""Blocks behind others that nobody has heard of, placed by the prompts that were sent. Blocks of two tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.core.index import PrefixIndex
+from router.core.provisional import Ticket
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import BlockRemoved, BlockStored
+
+TOKENS = tuple(range(100, 112))  # six blocks
+OTHER = (*TOKENS[:6], *range(200, 206))  # the same first three, and three others
+
+
+def keys(tokens: tuple[int, ...], *, unit: int = 2) -> list[int]:
+    return block_keys(tokens, block_tokens=unit, parent=namespace_seed("", ""))
+
+
+def name(tokens: tuple[int, ...]) -> int:
+    """An engine's name for the block that ends these tokens."""
+    return hash(tokens) & (1 << 64) - 1
+
+
+def stored(tokens: tuple[int, ...], first: int) -> BlockStored:
+    """A prompt's blocks from the ``first`` on; the one before it was stored before anybody listened."""
+    names = tuple(name(tokens[: 2 * end]) for end in range(first + 1, len(tokens) // 2 + 1))
+    return BlockStored(names, name(tokens[: 2 * first]), tokens[2 * first :], 2)
+
+
+def removed(tokens: tuple[int, ...], *blocks: int) -> BlockRemoved:
+    return BlockRemoved(tuple(name(tokens[: 2 * block + 2]) for block in blocks))
+
+
+def reusable(index: PrefixIndex, tokens: tuple[int, ...]) -> int:
+    return index.reusable_tokens(keys(tokens), prompt_tokens=len(tokens) + 1).get(0, 0)
+
+
+def promise(index: PrefixIndex, tokens: tuple[int, ...]) -> Ticket:
+    return index.promise(0, keys(tokens), prompt_tokens=len(tokens) + 1)
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine")
+    return index
+
+
+def test_a_prompt_says_where_its_blocks_belong(index: PrefixIndex) -> None:
+    """The engine computed the last two of six: the first four it had, and has."""
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    index.provisional.drop(ticket)
+
+    assert reusable(index, TOKENS) == 12
+    assert index.orphans(0) == 0
+
+
+def test_an_event_that_was_quicker_than_the_prompts_first_token_is_placed_by_it(index: PrefixIndex) -> None:
+    """SGLang's prompts count from their first token on; the event has waited for that."""
+    index.apply(0, stored(TOKENS, 4))
+    assert reusable(index, TOKENS) == 0
+
+    index.provisional.drop(promise(index, TOKENS))
+    assert reusable(index, TOKENS) == 12
+
+
+def test_a_generated_block_is_placed_once_the_answer_is_known(index: PrefixIndex) -> None:
+    """The prompt of five blocks was there already: the first that is stored is the answer's."""
+    prompt = promise(index, TOKENS[:10])
+    index.apply(0, stored(TOKENS, 5))
+    assert index.orphans(0) == 1
+
+    answer = index.promise_more(0, keys(TOKENS), start=5)
+    index.provisional.drop(prompt)
+    index.provisional.drop(answer)
+    assert reusable(index, TOKENS) == 12
+
+
+def test_other_tokens_find_no_place(index: PrefixIndex) -> None:
+    """No position is guessed: the event is not what the prompt would store."""
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored((*TOKENS[:10], 1, 2), 5))
+    index.provisional.drop(ticket)
+
+    assert reusable(index, TOKENS) == 0
+    assert index.orphans(0) == 1
+
+
+def test_what_was_taken_over_goes_with_the_block_that_named_it(index: PrefixIndex) -> None:
+    """Removals of the others will come under names that nobody knows."""
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    index.provisional.drop(ticket)
+
+    index.apply(0, removed(TOKENS, 5, 4))
+    assert reusable(index, TOKENS) == 8
+    index.apply(0, removed(TOKENS, 3))
+    assert reusable(index, TOKENS) == 0
+    assert index.blocks(0) == 0
+
+
+def test_a_head_stays_as_long_as_one_chain_over_it_does(index: PrefixIndex) -> None:
+    """Two conversations share three blocks; one is given up, then the other."""
+    tickets = [promise(index, TOKENS), promise(index, OTHER)]
+    index.apply(0, stored(TOKENS, 5))
+    index.apply(0, stored(OTHER, 5))
+    for ticket in tickets:
+        index.provisional.drop(ticket)
+    assert reusable(index, TOKENS) == reusable(index, OTHER) == 12
+
+    index.apply(0, removed(TOKENS, 5, 4))
+    assert reusable(index, TOKENS) == 6
+    assert reusable(index, OTHER) == 12
+    index.apply(0, removed(OTHER, 5, 4))
+    assert reusable(index, OTHER) == 0
+    assert index.blocks(0) == 0
+
+
+# --- units smaller than a block: blocks of six tokens, three units ------------------------------------------------
+
+
+def unit(prompt: tuple[int, ...], end: int, group: int) -> BlockStored:
+    """A prompt's end, by its last unit. The unit before it has a name, which nobody has stored."""
+    kind = "mamba" if group else "full_attention"
+    token_ids = prompt[2 * end - 2 : 2 * end]
+    return BlockStored((name(prompt[: 2 * end]),), name(prompt[: 2 * end - 2]), token_ids, 2, group=group, kind=kind)
+
+
+def block(prompt: tuple[int, ...], group: int) -> BlockStored:
+    kind = "mamba" if group else "full_attention"
+    return BlockStored((name(prompt[:6]),), None, prompt[:6], 6, group=group, kind=kind)
+
+
+def test_a_prompts_end_is_found_inside_a_block(index: PrefixIndex) -> None:
+    """A prompt of 11: a block of six, then its end after ten tokens, where the state is kept, too."""
+    prompt = TOKENS[:11]
+    index.apply(0, block(prompt, 1))
+    index.apply(0, block(prompt, 0))
+    ticket = index.promise(0, keys(prompt), prompt_tokens=11)
+    for group in (1, 0):
+        index.apply(0, unit(prompt, 5, group))
+    index.provisional.drop(ticket)
+
+    def found(tokens: int) -> int:
+        return index.reusable_tokens(keys(TOKENS[:tokens]), prompt_tokens=tokens).get(0, 0)
+
+    assert found(12) == 10  # all of the prompt but its last token, which has no unit to itself
+    assert found(10) == 6  # the last token is always computed, and between six and ten there is no state
+    index.apply(0, BlockRemoved((name(prompt[:10]),), group=1))
+    assert found(12) == 6
+    index.apply(0, BlockRemoved((name(prompt[:10]),), group=0))
+    assert found(12) == 6
+
+
+def test_a_prompts_end_is_promised_where_such_ends_are_known(index: PrefixIndex) -> None:
+    """From the first event of that kind on the next prompt's end counts at once, and is confirmed by its events."""
+    test_a_prompts_end_is_found_inside_a_block(index)
+    prompt = tuple(range(300, 311))
+
+    ticket = index.promise(0, keys(prompt), prompt_tokens=11)
+    assert index.reusable_tokens(keys((*prompt, 1)), prompt_tokens=12) == {0: 10}
+    index.provisional.drop(ticket)
+    assert index.reusable_tokens(keys((*prompt, 1)), prompt_tokens=12) == {}
