@@ -83,7 +83,7 @@ class Residency:
                 self._store(slot, event)
             case BlockStored() if event.locality != REMOTE:
                 self._store_lower(slot, event)
-            case BlockRemoved():
+            case BlockRemoved() if event.locality != REMOTE:
                 self._remove(slot, event)
             case AllBlocksCleared():
                 self.clear(slot)

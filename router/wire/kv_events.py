@@ -67,6 +67,7 @@ class BlockRemoved:
     hashes: tuple[EngineHash, ...]
     medium: str = GPU
     group: int = 0
+    locality: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ def _event(raw: object) -> Event:
                     hashes=_hashes(raw["block_hashes"]),
                     medium=raw.get("medium") or GPU,
                     group=int(raw.get("group_idx") or 0),
+                    locality=raw.get("locality"),
                 )
             case "AllBlocksCleared":
                 return AllBlocksCleared()
@@ -239,11 +241,17 @@ def _stored(raw: dict[str, Any]) -> BlockStored:
         group=int(raw.get("group_idx") or 0),
         kind=raw.get("kv_cache_spec_kind"),
         window_tokens=raw.get("kv_cache_spec_sliding_window"),
-        lora_name=raw.get("lora_name"),
+        lora_name=_adapter(raw),
         cache_salt=raw.get("cache_salt"),
         extra_keys=None if extra is None else tuple(extra),
         locality=raw.get("locality"),
     )
+
+
+def _adapter(raw: Mapping[str, Any]) -> str | None:
+    """An adapter's name. Older releases of vLLM give its number only: no prompt's, but not the base model's either."""
+    number = raw.get("lora_id")
+    return raw.get("lora_name") or (None if number is None else f"lora_id={number}")
 
 
 def _hashes(raw: Sequence[object]) -> tuple[EngineHash, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -151,6 +152,16 @@ def test_a_recurrent_state_counts_at_its_very_end(index: PrefixIndex) -> None:
     index.apply(0, BlockStored((2,), 1, TOKENS[4:6], 2, group=0, kind="mamba"))
 
     assert reusable(index) == {0: 6}
+
+
+def test_what_lies_on_another_machine_is_neither_held_nor_lost(index: PrefixIndex) -> None:
+    """A host copy here, and one elsewhere that its owner announces through the same stream."""
+    index.apply(0, replace(stored(0, 2), medium="CPU"))
+    index.apply(0, replace(stored(3, 5), medium="CPU", locality="REMOTE"))
+    index.apply(0, BlockRemoved((2,), medium="CPU", locality="REMOTE"))
+
+    keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
+    assert index.loadable_tokens(keys, prompt_tokens=13) == {0: 6}
 
 
 def test_clearing_one_rank_leaves_the_others(index: PrefixIndex) -> None:

@@ -98,6 +98,18 @@ def test_older_releases_send_arrays() -> None:
     assert (event.parent, event.token_ids, event.block_tokens) == (None, [1, 2, 3, 4], 4)
 
 
+def test_an_adapter_known_by_number_only_is_not_the_base_model() -> None:
+    """vLLM gave ``lora_id`` alone before it had ``lora_name``; with a name the number says nothing more."""
+    raw = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    names = []
+    for fields in ({"lora_id": 3}, {"lora_id": 3, "lora_name": "legal"}, {"lora_id": None, "lora_name": None}):
+        (event,) = decode_batch(msgspec.msgpack.encode([1.5, [{**raw, **fields}], 0])).events
+        assert isinstance(event, BlockStored)
+        names.append(event.lora_name)
+
+    assert names == ["lora_id=3", "legal", None]
+
+
 def test_unknown_types_and_keys_are_passed_over() -> None:
     """A newer engine's additions break nothing."""
     payload = msgspec.msgpack.encode([1.0, [{"type": "BlockMoved", "x": 1}, {"type": "AllBlocksCleared", "y": 2}], 0])
