@@ -8,6 +8,9 @@
       - tenant: operators
         key: sk-77aa...
         roles: [admin, data]         # default: [data]
+      - tenant: nightly
+        key: sk-03be...
+        priority: low                # high, normal or low: what its requests have, and at most
 
 A tenant may have several keys.
 """
@@ -15,11 +18,12 @@ A tenant may have several keys.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from router.core.fair_queue import Priority
 from router.core.keys import Key, Role, digest_of
 from router.errors import ConfigError
 
@@ -34,6 +38,7 @@ class _Entry(BaseModel):
     key: Annotated[str, Field(min_length=MIN_KEY_CHARS, pattern=r"^[!-~]*$")] | None = None
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
     roles: Annotated[frozenset[Role], Field(min_length=1)] = frozenset({Role.DATA})
+    priority: Literal["high", "normal", "low"] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> _Entry:
@@ -43,7 +48,8 @@ class _Entry(BaseModel):
 
     def as_key(self) -> Key:
         digest = digest_of(self.key.encode()) if self.key is not None else bytes.fromhex(self.sha256 or "")
-        return Key(self.tenant, digest, self.roles)
+        priority = None if self.priority is None else Priority[self.priority.upper()]
+        return Key(self.tenant, digest, self.roles, priority)
 
 
 class _File(BaseModel):

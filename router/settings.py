@@ -199,7 +199,9 @@ class UpstreamSettings(_Slice):
     """Connections to workers."""
 
     connect_seconds: Annotated[float, Field(gt=0)] = 2.0
-    first_byte_seconds: Annotated[float, Field(gt=0)] = 600.0
+    first_byte_seconds: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Of a stream. An answer that comes whole is awaited while its worker answers probes."
+    )
     idle_seconds: Annotated[float, Field(gt=0)] = 300.0
     keepalive_seconds: Annotated[float, Field(gt=0)] = Field(
         4.0,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from router.core.fair_queue import Priority
 from router.errors import Forbidden, Unauthorized
 
 
@@ -23,11 +24,15 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key as configured. ``digest`` is the SHA-256 of its UTF-8 text."""
+    """One key as configured. ``digest`` is the SHA-256 of its UTF-8 text.
+
+    ``priority`` is what its requests have by themselves and at most; None: what they ask for.
+    """
 
     tenant: str
     digest: bytes
     roles: frozenset[Role] = frozenset({Role.DATA})
+    priority: Priority | None = None
 
 
 def digest_of(key: bytes) -> bytes:

@@ -102,7 +102,7 @@ class Arrival:
         waiter = gate.enter(
             exchange.client.loop,
             tenant=exchange.tenant,
-            priority=_priority(headers),
+            priority=_priority(headers, of_key=exchange.priority),
             go=self._go,
             late=self._give_up,
         )
@@ -208,9 +208,13 @@ def _timeout_seconds(headers: Mapping[str, str]) -> float | None:
     return seconds
 
 
-def _priority(headers: Mapping[str, str]) -> Priority:
-    text = headers.get("x-request-priority", "normal")
+def _priority(headers: Mapping[str, str], *, of_key: Priority | None) -> Priority:
+    """What the request asks for, but no more than its API key may have."""
+    text = headers.get("x-request-priority")
+    if text is None:
+        return Priority.NORMAL if of_key is None else of_key
     try:
-        return Priority[text.upper()]
+        asked = Priority[text.upper()]
     except KeyError:
         raise BadRequest("x-request-priority must be high, normal or low.", param="x-request-priority") from None
+    return asked if of_key is None else max(asked, of_key)

@@ -17,7 +17,7 @@ from router.core.pace import judge
 from router.core.pd import can_serve, make_role_policy, transfer_seconds
 from router.core.seen import SeenPrefixes
 from router.core.session import Binding, SessionTable, identify
-from router.core.types import Decision, RouteRequest, SessionKey, WorkerRole
+from router.core.types import Decision, RankStatus, RouteRequest, SessionKey, WorkerRole
 from router.errors import NoWorker
 from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet
@@ -449,6 +449,10 @@ class _Lease:
     def handed(self) -> None:
         """Its part begins now: the other rank's is done."""
         self.claim.opened_at = self._brain._fleet.clock()
+
+    def worker_answers(self) -> bool | None:
+        """Whether the worker answers probes; None once it has left."""
+        return self.member.status is not RankStatus.DOWN if self._brain._fleet.knows(self.member) else None
 
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""

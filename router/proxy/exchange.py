@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from router.core.fair_queue import Priority
 from router.errors import Dialect, NoWorker, RequestError
 from router.proxy.instruments import Instruments
 from router.proxy.server import ClientConnection
@@ -39,6 +40,7 @@ class Exchange:
         "endpoint",
         "is_held_open",
         "on_finish",
+        "priority",
         "request",
         "request_id",
         "started_seconds",
@@ -64,6 +66,8 @@ class Exchange:
         self.started_seconds = client.clock()
         self.endpoint = endpoint
         self.tenant = TENANT
+        #: The API key's, if it has one.
+        self.priority: Priority | None = None
         self.trace: Trace | None = None
         self.status = 0
         self.on_finish: Callable[[], None] | None = None

@@ -216,6 +216,14 @@ class Forwarding:
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
+    def waits_on(self, silent_seconds: float) -> bool:
+        """A stream begins with its first token. What is not streamed comes whole, however long its making takes: as
+        long as the worker answers probes, that is no silence, and when it does not, waiting is of no use.
+        """
+        assert self._attempt is not None
+        answers = None if self._outbound.inference.stream else self._attempt.lease.worker_answers()
+        return silent_seconds < self._forwarder.settings.first_byte_seconds if answers is None else answers
+
     def _unanswered(self, failure: Failure) -> None:
         if self._is_kept and failure.outcome is Outcome.RESET and not failure.answered:
             # A kept connection that turns out closed says nothing of the worker: once more, on a new one.

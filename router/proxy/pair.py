@@ -150,6 +150,10 @@ class PrefillLeg:
         else:
             self._over(failure or self._refusal)
 
+    def waits_on(self, silent_seconds: float) -> bool:
+        """A prompt's prefill alone is awaited as a stream's first token is."""
+        return silent_seconds < self._forwarder.settings.first_byte_seconds
+
     def _ignore(self, data: bytes) -> None:
         """Before the head there is no body."""
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 from structlog.typing import FilteringBoundLogger
 
 from router.core.keys import Keyring, Role
-from router.errors import MethodNotAllowed, NotFound, RequestError
+from router.errors import Dialect, MethodNotAllowed, NotFound, RequestError
 from router.proxy.arrival import Arrivals
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder
@@ -200,9 +200,11 @@ class DataPlane:
         if midway:
             self._instruments.disconnects.inc()
 
-    def refused(self, error: RequestError) -> None:
+    def refused(self, error: RequestError, target: bytes) -> Dialect:
         self._instruments.error(error.code)
         self._instruments.request(b"", error.status, seconds=0.0)
+        route = ROUTES.get(target.partition(b"?")[0])
+        return route.dialect if isinstance(route, Endpoint) else Dialect.OPENAI
 
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request, now or later."""
@@ -231,7 +233,8 @@ class DataPlane:
         method = exchange.request.method
         if self._keyring is not None and route not in _PROBES:
             presented = names.presented_keys(exchange.request.headers)
-            exchange.tenant = self._keyring.admit(presented, Role.DATA).tenant
+            key = self._keyring.admit(presented, Role.DATA)
+            exchange.tenant, exchange.priority = key.tenant, key.priority
         if route is None:
             if method == "OPTIONS" and exchange.request.target == b"*":
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")

@@ -40,8 +40,8 @@ class Door(Protocol):
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request through ``client``, then call its ``finished``. What takes time is attached to it."""
 
-    def refused(self, error: RequestError) -> None:
-        """A request was answered with ``error`` before it reached ``serve``."""
+    def refused(self, error: RequestError, target: bytes) -> Dialect:
+        """A request for ``target`` is answered with ``error`` before it reaches ``serve``. Returns in whose shape."""
 
     def entered(self, client: ClientConnection) -> None:
         """A client has connected. ``turn_away`` it here if it may not stay."""
@@ -236,9 +236,9 @@ class ClientConnection:
 
     def _answer_refusal(self, error: RequestError) -> None:
         self._lingering = True
-        self._door.refused(error)
+        dialect = self._door.refused(error, self._reader.target)
         self._begin(HttpRequest("POST", b"", [], keep_alive=False))
-        self.answer_error(error)
+        self.answer_error(error, dialect=dialect)
         if self._transport is not None:
             if self._transport.can_write_eof():
                 self._transport.write_eof()

@@ -57,6 +57,9 @@ class Lease(Protocol):
     def handed(self) -> None:
         """The decode half of a pair begins: the prompt has been computed elsewhere."""
 
+    def worker_answers(self) -> bool | None:
+        """Whether the worker answers probes; None where nobody probes it."""
+
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
 

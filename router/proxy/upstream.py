@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -16,6 +16,9 @@ from router.settings import UpstreamSettings
 from router.wire import headers as names
 from router.wire import http1
 from router.wire.headers import Header
+
+#: How often an attempt whose worker is silent is asked whether it waits on.
+_LOOK_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,9 @@ class Receiver(Protocol):
     def on_end(self, failure: Failure | None) -> None:
         """The exchange is over, at whatever point. Nothing is called after this."""
 
+    def waits_on(self, silent_seconds: float) -> bool:
+        """Nothing of the answer's body has come in so long: whether to wait on. Asked every few seconds."""
+
 
 class UpstreamConnection:
     """One connection to a worker, one exchange at a time: ``send``, then give it back to the pool or ``close`` it.
@@ -71,6 +77,8 @@ class UpstreamConnection:
         self._address = address
         self._parser = httptools.HttpResponseParser(self)
         self._watchdog = Watchdog(self._loop, self._expired)
+        self._look_seconds = min(_LOOK_SECONDS, self._settings.first_byte_seconds)
+        self._sent_seconds = 0.0
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._paused = False
@@ -93,7 +101,8 @@ class UpstreamConnection:
         """Begin an exchange. ``receiver`` is told of the answer, of a connection that is gone at once."""
         self._reset()
         self._receiver = receiver
-        self._watchdog.set(self._settings.first_byte_seconds)
+        self._sent_seconds = self._loop.time()
+        self._watchdog.set(self._look_seconds)
         if self._transport is None or self._transport.is_closing():
             self._fail(Outcome.RESET, "the worker closed the connection")
         else:
@@ -210,6 +219,8 @@ class UpstreamConnection:
             self.close()
         elif self._paused:
             self._fail(Outcome.CLIENT_GONE, "the client stopped reading")
+        elif not self._begun and self._receiver.waits_on(self._loop.time() - self._sent_seconds):
+            self._watchdog.set(self._look_seconds)
         else:
             self._fail(Outcome.TIMEOUT, "the worker was silent for too long")
 

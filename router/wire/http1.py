@@ -83,6 +83,11 @@ class RequestReader:
         self._fed_bytes = 0
         self._resuming = False
 
+    @property
+    def target(self) -> bytes:
+        """What the request that is being read, or was refused last, asks for, as far as it has come."""
+        return _origin_form(self._target)
+
     def feed(self, data: bytes) -> list[HttpRequest | RequestError]:
         """Requests that ``data`` completed, in order, and the refusal that ends the connection, if any."""
         if self.phase is Phase.BROKEN:

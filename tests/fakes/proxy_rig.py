@@ -39,6 +39,10 @@ class FakeLease:
 
     first_bytes: int = 0
     closed: list[tuple[Outcome, Usage | None]] = field(default_factory=list)
+    answers: bool | None = None
+
+    def worker_answers(self) -> bool | None:
+        return self.answers
 
     def first_byte(self) -> None:
         self.first_bytes += 1
@@ -65,6 +69,8 @@ class FakeBrain:
     prepared: list[tuple[InferenceRequest, Mapping[str, str]]] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
     preparing: asyncio.Event | None = None
+    #: Whether workers answer probes.
+    answers: bool | None = None
 
     async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> FakePrepared:
         self.prepared.append((request, headers))
@@ -83,7 +89,7 @@ class FakeBrain:
     def choose(self, prepared: FakePrepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         for slot, target in enumerate(self.targets):
             if slot not in exclude:
-                self.leases.append(FakeLease())
+                self.leases.append(FakeLease(answers=self.answers))
                 rank = RankId(f"w{slot}", target.rank)
                 decision = Decision(slot, rank, Reason.COLD, 16 * slot, 16 * slot, 0.0)
                 return Attempt(target, decision, self.leases[-1])

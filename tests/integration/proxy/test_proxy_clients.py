@@ -194,6 +194,30 @@ async def test_limits_of_size_and_time(sent: bytes, status: int) -> None:
         assert b'"code": "' in text
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "type_"),
+    [
+        (b"content-length: 4096\r\n\r\n", 413, "request_too_large"),
+        (b"content-length: 2\r\ncontent-length: 3\r\n\r\n", 400, "invalid_request_error"),
+        (b"x: " + b"y" * 3000 + b"\r\n\r\n", 431, "invalid_request_error"),
+        (b"content-length: 9\r\n\r\n{", 408, "invalid_request_error"),
+    ],
+    ids=["too large", "two lengths", "head too large", "slow"],
+)
+@pytest.mark.parametrize("path", [b"/v1/messages", b"/v1/messages?beta=true", b"http://a/v1/messages"])
+async def test_refusals_have_the_shape_of_the_api_asked_for(path: bytes, sent: bytes, status: int, type_: str) -> None:
+    """A request for Anthropic's API that is refused before it is read whole is told so in Anthropic's shape."""
+    async with rig(server=LIMITS) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\n%b" % (path, sent))
+        async with asyncio.timeout(5):
+            text = await reader.read()
+        writer.close()
+        assert text.startswith(b"HTTP/1.1 %d " % status)
+        body = json.loads(text.partition(b"\r\n\r\n")[2])
+        assert (body["type"], body["error"]["type"]) == ("error", type_)
+
+
 async def test_idle_connections_are_closed() -> None:
     """A connection that asks nothing is closed without a word."""
     async with rig(server=LIMITS) as it:

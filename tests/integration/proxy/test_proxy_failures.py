@@ -105,6 +105,28 @@ async def _play(case: Case) -> tuple[RawAnswer, list[str], list[int]]:
     return answer_, outcomes, [len(worker.requests) for worker in workers]
 
 
+@pytest.mark.parametrize(
+    ("answers", "stream", "outcomes"),
+    [(True, False, ["ok"]), (False, False, ["timeout", "ok"]), (None, False, ["timeout", "ok"]),
+     (True, True, ["timeout", "ok"])],
+    ids=["probes answered", "probes fail", "not probed", "a stream"],
+)  # fmt: skip
+async def test_a_whole_answer_may_take_as_long_as_its_worker_answers_probes(
+    answers: bool | None, stream: bool, outcomes: list[str]
+) -> None:
+    """What is not streamed is no silence while the worker lives; without probes, and for streams, a limit holds."""
+    settings = UpstreamSettings(first_byte_seconds=0.1)
+    async with (
+        FaultWorker([(0.5, *OK)]) as slow,
+        FaultWorker([OK]) as other,
+        rig(target(slow.port), target(other.port), upstream=settings) as it,
+    ):
+        it.brain.answers = answers
+        assert (await it.ask({**ASK, "stream": stream})).status == 200
+        await it.until_quiet()
+        assert it.brain.outcomes == outcomes
+
+
 async def test_nobody_listens() -> None:
     """A refused connection is an attempt like another: the next rank is asked."""
     async with FaultWorker() as dead, FaultWorker() as alive:

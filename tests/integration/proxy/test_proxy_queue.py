@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from router.core.fair_queue import Priority
+from router.core.keys import Key, Keyring, digest_of
 from router.settings import QueueSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, event, stream_head
 from tests.fakes.proxy_rig import Client, Rig, rig, target, until
@@ -85,6 +87,32 @@ async def test_the_urgent_go_first() -> None:
             assert (await client.answer()).status == 200
             await client.close()
         assert [received.header("x-request-id") for received in worker.requests] == ["first", "high", "normal", "low"]
+
+
+async def test_a_key_says_how_urgent_its_requests_are() -> None:
+    """They have the key's priority unless they ask for less; more they do not get."""
+    keys = {"low": Priority.LOW, "high": Priority.HIGH, "none": None}
+    keyring = Keyring(
+        [Key(name, digest_of(name.encode()), priority=priority) for name, priority in keys.items()], secret=b"s"
+    )
+    asked = [("low", "high"), ("none", "low"), ("none", None), ("high", "normal"), ("low", None), ("high", None)]
+    queue = QueueSettings(max_inflight=1)
+    async with (
+        FaultWorker([(0.4, *OK), OK]) as worker,
+        rig(target(worker.port), queue=queue, keyring=keyring) as it,
+    ):
+        clients = [await _sent(it, x_api_key="none", x_request_id="first")]
+        await until(lambda: len(worker.requests) == 1)
+        for count, (key, priority) in enumerate(asked, start=1):
+            header = {} if priority is None else {"x_request_priority": priority}
+            clients.append(await _sent(it, x_api_key=key, x_request_id=f"{key}-{priority}", **header))
+            await until(lambda count=count: it.count("homing_queued_requests") == count)
+        for client in clients:
+            assert (await client.answer()).status == 200
+            await client.close()
+        order = [received.header("x-request-id") for received in worker.requests]
+        # High; normal, a tenant after the other; low, likewise.
+        assert order == ["first", "high-None", "none-None", "high-normal", "low-high", "none-low", "low-None"]
 
 
 @pytest.mark.parametrize(

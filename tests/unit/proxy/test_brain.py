@@ -232,6 +232,19 @@ async def test_a_lease_counts_while_it_is_open() -> None:
     assert (world.rank_sample("rank_inflight_requests", 0), world.rank_sample("prompt_tokens_total", 0)) == (0, 100)
 
 
+async def test_a_lease_knows_whether_its_worker_answers_probes() -> None:
+    """Down: it does not. Gone: nobody probes it."""
+    world = World(ranks=1)
+    lease = (await world.ask([1])).lease
+    answers = [lease.worker_answers()]
+    world.fleet.set_status(0, RankStatus.DOWN)
+    answers.append(lease.worker_answers())
+    world.fleet.remove_rank(0)
+    answers.append(lease.worker_answers())
+    lease.close(Outcome.OK, None)
+    assert answers == [True, False, None]
+
+
 async def test_a_ranks_speed_is_learned_from_its_first_byte() -> None:
     """20,000 tokens/s are assumed. 2,000 tokens in 0.2 s is half of it; the first sample moves half way in logarithms,
     to a factor of the root of two (attention's share, a half at 100,000 tokens, is 1/200 here)."""

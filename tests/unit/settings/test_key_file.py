@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from router.core.fair_queue import Priority
 from router.core.keys import Role
 from router.errors import ConfigError
 from router.key_file import read_keys
@@ -21,13 +22,14 @@ def test_keys_and_hashes_are_read(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"sk-of-team-b-hashed").hexdigest()
     file.write_text(
         f"keys:\n- {{tenant: team-a, key: {SECRET}}}\n- {{tenant: team-a, key: {SECRET}x, roles: [data, admin]}}\n"
-        f"- {{tenant: team-b, sha256: {digest.upper()}}}\n"
+        f"- {{tenant: team-b, sha256: {digest.upper()}, priority: low}}\n"
     )
     first, second, third = read_keys(file)
     assert (first.tenant, first.roles) == ("team-a", {Role.DATA})
     assert first.digest == hashlib.sha256(SECRET.encode()).digest()
     assert (second.tenant, second.roles) == ("team-a", {Role.DATA, Role.ADMIN})
     assert (third.tenant, third.digest.hex()) == ("team-b", digest)
+    assert (first.priority, third.priority) == (None, Priority.LOW)
 
 
 def test_json_is_read_too(tmp_path: Path) -> None:
@@ -49,6 +51,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
         (f"keys: [{{tenant: 'a b', key: {SECRET}}}]", "keys.0.tenant"),
         (f"keys: [{{tenant: a, key: {SECRET}, roles: [root]}}]", "keys.0.roles"),
         (f"keys: [{{tenant: a, key: {SECRET}, roles: []}}]", "keys.0.roles"),
+        (f"keys: [{{tenant: a, key: {SECRET}, priority: urgent}}]", "keys.0.priority"),
         (f"keys: [{{tenant: a, key: {SECRET}, role: data}}]", "keys.0.role"),
         (f"keys: [{{tenant: a, key: {SECRET}}}, {{tenant: b, key: {SECRET}}}]", "twice"),
         (f"keys: [{{tenant: a, key: {SECRET}", "neither YAML nor JSON"),
