@@ -1,37 +1,38 @@
-"""The shim's composition root: settings to ranks, server and sockets, and the life of the process."""
+"""The shim's composition root: settings to ranks, server and sockets."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import math
 import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
-import uvicorn
 import zmq
 from tokenizers import Tokenizer
 
+from engine_shim.cache.transfers import BackgroundMover
 from engine_shim.chat import ChatTemplate
 from engine_shim.engine import Engine
 from engine_shim.events import Endpoints, EventPublisher
 from engine_shim.grammar import GrammarCompiler
 from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import ModelCard, read_card
+from engine_shim.offload.compose import BelowDevice, torch_mover
+from engine_shim.offload.sim_mover import SimMover
+from engine_shim.process import Shim
 from engine_shim.runner.shadow import ShadowRunner
+from engine_shim.runner.shadow_mover import ShadowMover
 from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.server import Handing, ServedModel, create_app
+from engine_shim.schedule.transit import OffloadPlan
+from engine_shim.server import Handing, ServedModel
 from engine_shim.settings import Device, DraftKind, Dtype, Role, RunnerKind, ShimSettings
 from engine_shim.transfer.legs import RankPages, Transfer
 from engine_shim.transfer.link import Offers
@@ -40,45 +41,15 @@ from engine_shim.types import CacheLayout, Runner
 
 if TYPE_CHECKING:
     from engine_shim.model.decoder import Decoder
+    from engine_shim.runner.torch_runner import TorchRunner
+    from engine_shim.speculative.drafter import Drafter
 
 log = structlog.get_logger(__name__)
-#: Idle connections of a router's pool stay open this long.
-_KEEPALIVE_SECONDS = 120
 _BACKLOG = 2048
 
 
 class StartError(Exception):
     """The shim cannot start as it was told to; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shim:
-    """A shim that is ready to serve: its door, its model and its ranks."""
-
-    settings: ShimSettings
-    door: socket.socket
-    model: ServedModel
-    engines: tuple[Engine, ...]
-    handing: Handing | None = None
-
-    @property
-    def address(self) -> str:
-        """Where HTTP is served, host:port."""
-        host, port = self.door.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    def ready_line(self) -> str:
-        """One line of ``name=value`` for whoever started the process; ports chosen by the system are in it."""
-        line = f"homing shim ready http={self.address} model={self.model.name} ranks={len(self.engines)}"
-        endpoints = [engine.publisher.endpoints for engine in self.engines if engine.publisher]
-        if endpoints:
-            line += " events=" + ",".join(str(each.port) for each in endpoints)
-            line += " replay=" + ",".join(str(each.replay_port) for each in endpoints)
-        if self.handing is not None:
-            line += f" role={self.handing.role}"
-            if self.handing.transfer.port:
-                line += f" bootstrap={self.handing.transfer.port}"
-        return line
 
 
 def build(settings: ShimSettings) -> Shim:
@@ -100,16 +71,22 @@ def build(settings: ShimSettings) -> Shim:
             pool_tokens=settings.pool_tokens,
             window_pool_tokens=settings.window_pool_tokens,
             state_slots=settings.state_slots,
+            draft_head=settings.drafts is DraftKind.HEAD,
         )
         limit = settings.max_context_tokens or card.config.max_positions
         if limit > card.config.max_positions:
             raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
-        schedulers = [_scheduler(settings, card, layout, limit) for _ in publishers]
         new_runner = _runners(settings, card, layout)
-        runners = [new_runner() for _ in schedulers]
+        runners = [new_runner() for _ in publishers]
+        below = _below(settings)
+        movers = [_mover(settings, layout, below, runner, undo) for runner in runners]
+        schedulers = [
+            _scheduler(settings, card, layout, limit, plan=below.plan(layout) if below else None, mover=mover)
+            for mover in movers
+        ]
         watched = [
-            _shadowed(settings, runner, layout, scheduler)
-            for runner, scheduler in zip(runners, schedulers, strict=True)
+            _shadowed(settings, runner, layout, scheduler, mover)
+            for runner, scheduler, mover in zip(runners, schedulers, movers, strict=True)
         ]
         engines = tuple(
             Engine(
@@ -119,8 +96,11 @@ def build(settings: ShimSettings) -> Shim:
                 layout=layout,
                 publisher=publisher,
                 clock=time.perf_counter,
+                mover=mover,
             )
-            for rank, (scheduler, runner, publisher) in enumerate(zip(schedulers, watched, publishers, strict=True))
+            for rank, (scheduler, runner, publisher, mover) in enumerate(
+                zip(schedulers, watched, publishers, movers, strict=True)
+            )
         )
         pages = [_pages(runner, watcher) for runner, watcher in zip(runners, watched, strict=True)]
         undo.pop_all()
@@ -131,67 +111,6 @@ def build(settings: ShimSettings) -> Shim:
         engines,
         _handing(settings, card, pages, bootstrap) if settings.role is not Role.UNIFIED else None,
     )
-
-
-def run(shim: Shim) -> None:
-    """Serve until SIGTERM or SIGINT; say on stdout when requests are taken."""
-    app = create_app(shim.model, shim.engines, max_body_bytes=shim.settings.max_body_bytes, handing=shim.handing)
-    grace_seconds = shim.settings.shutdown_seconds
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=_KEEPALIVE_SECONDS,
-        # Engines are stopped when the grace is over; this is for a client that does not read its answer's end.
-        timeout_graceful_shutdown=math.ceil(grace_seconds) + 2,
-    )
-    server = _Server(config, on_ready=functools.partial(_announce, shim))
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_serve(server, shim, grace_seconds))
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, but signals are ours: it would end the process by the signal, after a clean stop too."""
-
-    def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _serve(server: _Server, shim: Shim, grace_seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-
-    def end_running() -> None:
-        for engine in shim.engines:
-            engine.stop()
-
-    def leave() -> None:
-        """First signal: take nothing new and let answers finish. Second: end them."""
-        if server.should_exit:
-            end_running()
-            return
-        log.info("stopping", running=sum(engine.load for engine in shim.engines))
-        server.should_exit = True
-        loop.call_later(grace_seconds, end_running)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, leave)
-    await server.serve(sockets=[shim.door])
-
-
-def _announce(shim: Shim) -> None:
-    print(shim.ready_line(), flush=True)  # noqa: T201 - the one line of output, meant for programs
-    log.info("ready", address=shim.address, model=shim.model.name, ranks=len(shim.engines))
 
 
 def _open_door(host: str, port: int) -> socket.socket:
@@ -226,7 +145,47 @@ def _open_publishers(settings: ShimSettings, undo: ExitStack) -> list[EventPubli
     return publishers
 
 
-def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, limit: int) -> Scheduler:
+def _below(settings: ShimSettings) -> BelowDevice | None:
+    if settings.host_pool_tokens is None:
+        if settings.disk_pool is not None:
+            raise StartError("disk_pool: pages go to disk by way of the host; host_pool_tokens is needed too")
+        return None
+    return BelowDevice(
+        host_tokens=settings.host_pool_tokens,
+        disk_folder=settings.disk_pool,
+        disk_tokens=settings.disk_pool_tokens or 4 * settings.host_pool_tokens,
+        policy=settings.write_policy,
+        piece_tokens=settings.piece_tokens,
+    )
+
+
+def _mover(
+    settings: ShimSettings, layout: CacheLayout, below: BelowDevice | None, runner: Runner, undo: ExitStack
+) -> BackgroundMover | None:
+    """What moves a rank's pages below the device, watched as the runner is."""
+    if below is None:
+        return None
+    mover: BackgroundMover
+    if isinstance(runner, SimRunner):
+        mover = SimMover(settings.sim_move_rate, page_tokens=layout.page_tokens)
+    else:
+        try:
+            mover = torch_mover(cast("TorchRunner", runner), below.plan(layout), folder=below.disk_folder)
+        except OSError as error:
+            raise StartError(f"disk_pool: {error}") from error
+    undo.callback(mover.close)
+    return ShadowMover(mover, layout) if settings.shadow_steps else mover
+
+
+def _scheduler(
+    settings: ShimSettings,
+    card: ModelCard,
+    layout: CacheLayout,
+    limit: int,
+    *,
+    plan: OffloadPlan | None,
+    mover: BackgroundMover | None,
+) -> Scheduler:
     try:
         return Scheduler(
             layout,
@@ -235,6 +194,8 @@ def _scheduler(settings: ShimSettings, card: ModelCard, layout: CacheLayout, lim
             max_context_tokens=limit,
             eos_token_ids=frozenset(card.eos_token_ids),
             draft_tokens=settings.draft_tokens,
+            offload=plan,
+            mover=mover,
         )
     except ValueError as error:
         raise StartError(f"window_pool_tokens: {error}") from error
@@ -253,23 +214,40 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
             SimRunner, times, token_ids=_word_ids(card.tokenizer), answer_length=_answer_length(settings, card)
         )
     decoder = _torch_decoder(settings, card)
+    if settings.drafts is DraftKind.HEAD and decoder.weights.draft is None:
+        raise StartError("speculative: the model has no draft head (weights named mtp.*)")
+    if settings.drafts is DraftKind.HEAD and settings.role is not Role.UNIFIED:
+        raise StartError("speculative: what a draft head caches is not handed over; use ngram, or no role")
+    from engine_shim.offload.barrier import LayerBarrier
     from engine_shim.runner.torch_runner import TorchRunner
+    from engine_shim.speculative.head import HeadDrafter
     from engine_shim.speculative.ngram import NgramDrafter
 
     def torch_runner() -> TorchRunner:
-        drafter = NgramDrafter() if settings.drafts is DraftKind.NGRAM else None
-        return TorchRunner(decoder, layout, drafter=drafter)
+        barrier = LayerBarrier()
+        drafter: Drafter | None = None
+        match settings.drafts:
+            case DraftKind.NGRAM:
+                drafter = NgramDrafter()
+            case DraftKind.HEAD:
+                drafter = HeadDrafter(decoder, layout, barrier=barrier)
+        return TorchRunner(decoder, layout, drafter=drafter, barrier=barrier)
 
     return torch_runner
 
 
-def _shadowed(settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler) -> Runner:
+def _shadowed(
+    settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler, mover: BackgroundMover | None
+) -> Runner:
     """The runner, watched for corruption on a sample of its steps."""
     if not settings.shadow_steps:
         return runner
-    return ShadowRunner(
+    shadow = ShadowRunner(
         runner, layout, generations=scheduler.generations, every_steps=settings.shadow_steps, sample=True
     )
+    if isinstance(mover, ShadowMover):
+        mover.attach(shadow, scheduler.copy_generations)
+    return shadow
 
 
 def _pages(runner: Runner, watcher: Runner) -> RankPages:
@@ -277,11 +255,11 @@ def _pages(runner: Runner, watcher: Runner) -> RankPages:
     noted = watcher.received if isinstance(watcher, ShadowRunner) else None
     if isinstance(runner, SimRunner):
         return RankPages(NoContents(), noted)
+    from engine_shim.attention.buffers import TensorPages
     from engine_shim.runner.torch_runner import TorchRunner
-    from engine_shim.transfer.torch_pages import TorchPages
 
     assert isinstance(runner, TorchRunner)
-    return RankPages(TorchPages(runner), noted)
+    return RankPages(TensorPages(runner.buffers), noted)
 
 
 def _handing(

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, get_args
 
@@ -50,10 +51,11 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)  # until the server's own handlers stand: loading a model takes a while
 
-    from engine_shim.app import StartError, build, run  # options are told without the engine's imports
+    from engine_shim.app import StartError, build  # options are told without the engine's imports
     from engine_shim.logs import configure_logging
     from engine_shim.model.config import UnsupportedModelError
     from engine_shim.model.tokenizer import MissingExtraError
+    from engine_shim.process import run
 
     configure_logging(settings.log_level)
     try:
@@ -98,6 +100,8 @@ def _metavar(name: str, knob: FieldInfo) -> str:
     for kind in (knob.annotation, *get_args(knob.annotation)):
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             return "|".join(kind)
+        if kind is Path:
+            return "DIR"
     last = name.rsplit("_", 1)[-1]
     if last in _METAVARS:
         return last.upper()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine_shim.cache.transfers import WritePolicy
 
 ENV_PREFIX = "HOMING_SHIM__"
 _Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -113,6 +116,25 @@ class ShimSettings(BaseModel):
     )
     state_slots: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Recurrent states kept by each rank. Default: one per 256 of pool_tokens, 16 at least."
+    )
+    host_pool_tokens: _Positive | None = Field(
+        None,
+        description="Copies of each rank's cache in host memory, in tokens of full attention, from where prefixes are "
+        "loaded back. Default: none.",
+    )
+    disk_pool: Path | None = Field(
+        None, description="Directory for copies of what is in host memory; what they hold ends with the process."
+    )
+    disk_pool_tokens: _Positive | None = Field(
+        None, description="Copies of each rank's cache on disk, in tokens. Default: four times host_pool_tokens."
+    )
+    write_policy: WritePolicy = Field(
+        WritePolicy.THROUGH,
+        description="When pages are copied to the host: once stored, once used again, or before they are evicted.",
+    )
+    piece_tokens: _Positive = Field(4096, description="Tokens moved between device, host and disk in one go.")
+    sim_move_rate: Annotated[float, Field(gt=0)] = Field(
+        400_000.0, description="sim: tokens per second that move between device, host and disk."
     )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine_shim.attention.plan import Plan, Segment
+from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheLayout, GroupKind
 
 
@@ -16,25 +17,39 @@ from engine_shim.types import CacheLayout, GroupKind
 class Pools:
     """Keys and values of one rank, a tensor per attention group: ``[layers, pages, page_tokens, kv_heads, head_dim]``.
 
-    The tensors' contents belong to the runner: a step writes the slots of its own tokens and nothing else.
+    The tensors' contents belong to the runner: a step writes the slots of its own tokens and nothing else, through
+    ``of_layer`` alone, which waits for what is being loaded.
     """
 
     layout: CacheLayout
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    barrier: LayerBarrier
 
     @classmethod
     def allocate(
-        cls, layout: CacheLayout, *, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        cls,
+        layout: CacheLayout,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        barrier: LayerBarrier | None = None,
     ) -> Pools:
         """Zeroed pools for ``layout``; the only allocation of cache memory in the life of a rank."""
         shapes = [
             (len(group.layers), pages, layout.page_tokens, kv_heads, head_dim)
             for group, pages in zip(layout.groups, layout.pages, strict=True)
-            if group.kind is not GroupKind.STATE
+            if group.kind in (GroupKind.FULL, GroupKind.WINDOW)
         ]
         keys, values = (tuple(torch.zeros(s, device=device, dtype=dtype) for s in shapes) for _ in range(2))
-        return cls(layout=layout, keys=keys, values=values)
+        return cls(layout=layout, keys=keys, values=values, barrier=barrier or LayerBarrier())
+
+    def of_layer(self, layer: int, group: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, ``[pages, page_tokens, kv_heads, head_dim]``, when its loads have landed."""
+        self.barrier.wait(layer)
+        return self.keys[group][row], self.values[group][row]
 
 
 class PagedAttention:
@@ -52,8 +67,7 @@ class PagedAttention:
         group, row = self._places[layer]
         plan = self._plan.groups[group]
         # Slots are rows: [pages * page_tokens, kv_heads, head_dim].
-        keys = self._pools.keys[group][row].flatten(0, 1)
-        values = self._pools.values[group][row].flatten(0, 1)
+        keys, values = (pool.flatten(0, 1) for pool in self._pools.of_layer(layer, group, row))
         keys.index_copy_(0, plan.writes, key)
         values.index_copy_(0, plan.writes, value)
         out = torch.empty_like(query)

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from engine_shim.attention.plan import StatePlan
 from engine_shim.model.config import DeltaNet
+from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheGroup
 
 #: Tokens that one triangular solve takes.
@@ -27,15 +28,24 @@ _BLOCK_TOKENS = 64
 class States:
     """All states of one rank: ``inputs`` ``[layers, slots, channels, kernel - 1]`` of the model's type, ``memories``
     ``[layers, slots, value_heads, key_dim, value_dim]`` in float32, which rounding over long decodes would wear out.
+    A step reads and writes them through ``of_layer`` alone, which waits for what is being loaded.
     """
 
     group: CacheGroup
     inputs: Tensor
     memories: Tensor
+    barrier: LayerBarrier
 
     @classmethod
     def allocate(
-        cls, group: CacheGroup, slots: int, *, net: DeltaNet, device: torch.device, dtype: torch.dtype
+        cls,
+        group: CacheGroup,
+        slots: int,
+        *,
+        net: DeltaNet,
+        device: torch.device,
+        dtype: torch.dtype,
+        barrier: LayerBarrier | None = None,
     ) -> States:
         """Zeroed states; the only allocation of them in the life of a rank."""
         layers = len(group.layers)
@@ -44,7 +54,13 @@ class States:
             group=group,
             inputs=torch.zeros(layers, slots, net.channels, net.kernel - 1, device=device, dtype=dtype),
             memories=torch.zeros(memory, device=device, dtype=torch.promote_types(dtype, torch.float32)),
+            barrier=barrier or LayerBarrier(),
         )
+
+    def of_layer(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        """Inputs and memories of one layer, ``[slots, ...]`` each, when its loads have landed."""
+        self.barrier.wait(layer)
+        return self.inputs[row], self.memories[row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +88,7 @@ class PagedRecurrence:
         self._given: dict[int, _Inputs] = {}
 
     def __call__(self, layer: int, mixed: Tensor, *, conv: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
-        plan, row = self._plan, self._rows[layer]
-        pools = (self._states.inputs[row], self._states.memories[row])
+        plan, pools = self._plan, self._states.of_layer(layer, self._rows[layer])
         inputs, memories = (_read(pool, plan) for pool in pools)
         given = _Inputs(mixed, conv, log_decay, strength)
         out = mixed.new_empty(mixed.shape[0], self._net.value_heads, self._net.value_dim)
@@ -90,8 +105,7 @@ class PagedRecurrence:
     def settle(self, counts: Sequence[int]) -> None:
         """Write the states of the chunks with drafts: of each as many rows count as ``counts`` says, in order."""
         for layer, given in self._given.items():
-            row = self._rows[layer]
-            pools = (self._states.inputs[row], self._states.memories[row])
+            pools = self._states.of_layer(layer, self._rows[layer])
             inputs, memories = (_read(pool, self._plan) for pool in pools)
             for (chunk, rows), count in zip(self._plan.drafted, counts, strict=True):
                 one = slice(chunk, chunk + 1)

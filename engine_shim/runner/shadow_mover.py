@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from engine_shim.cache.transfers import Landing, Mover, Place, Transfer
+from engine_shim.cache.transfers import BackgroundMover, Landing, Place, Transfer
 from engine_shim.runner.shadow import Integers, ShadowError, ShadowRunner, Slots
 from engine_shim.types import Batch, CacheLayout, Chunk, GroupKind
 
@@ -24,7 +24,7 @@ _Page = tuple[Place, int, int]
 class ShadowMover:
     """A mover around another one; it watches from ``attach`` on. Raises ``ShadowError``."""
 
-    def __init__(self, inner: Mover, layout: CacheLayout) -> None:
+    def __init__(self, inner: BackgroundMover, layout: CacheLayout) -> None:
         self.overlaps = inner.overlaps
         self._inner = inner
         self._layout = layout
@@ -34,6 +34,19 @@ class ShadowMover:
         self._flights: dict[int, tuple[Transfer, list[Integers]]] = {}
         self._reads: Counter[_Page] = Counter()
         self._writes: dict[_Page, int] = {}
+
+    @property
+    def notify(self) -> Callable[[], None]:
+        """See ``BackgroundMover``."""
+        return self._inner.notify
+
+    @notify.setter
+    def notify(self, call: Callable[[], None]) -> None:
+        self._inner.notify = call
+
+    def close(self) -> None:
+        """See ``BackgroundMover``."""
+        self._inner.close()
 
     def attach(self, shadow: ShadowRunner, generations: Mapping[Place, Sequence[array[int]]]) -> None:
         """Watch from now on: ``generations`` of the slots of every place, the device's among them."""

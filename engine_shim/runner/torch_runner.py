@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from engine_shim.attention.buffers import Buffers
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
 from engine_shim.attention.recurrent import PagedRecurrence, States
 from engine_shim.model.decoder import Decoder
+from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.sampling import Sampler
 from engine_shim.speculative.drafter import Drafter
 from engine_shim.types import Batch, CacheLayout, Sampled
@@ -20,19 +24,36 @@ class TorchRunner:
     Device and dtype are the decoder's. Not thread-safe: the rank's thread alone calls it.
     """
 
-    def __init__(self, decoder: Decoder, layout: CacheLayout, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: CacheLayout,
+        *,
+        drafter: Drafter | None = None,
+        barrier: LayerBarrier | None = None,
+    ) -> None:
+        """``barrier`` is the one that the drafter waits at, too."""
         self.decoder = decoder
         self.layout = layout
+        self.barrier = barrier or LayerBarrier()
         self.pools = Pools.allocate(
             layout,
             kv_heads=decoder.config.kv_heads,
             head_dim=decoder.config.head_dim,
             device=decoder.device,
             dtype=decoder.dtype,
+            barrier=self.barrier,
         )
         net, group = decoder.config.delta_net, layout.state
         self.states = (
-            States.allocate(group, layout.pages[group.index], net=net, device=decoder.device, dtype=decoder.dtype)
+            States.allocate(
+                group,
+                layout.pages[group.index],
+                net=net,
+                device=decoder.device,
+                dtype=decoder.dtype,
+                barrier=self.barrier,
+            )
             if net is not None and group is not None
             else None
         )
@@ -41,31 +62,55 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Sampled]:
-        """Run one step; the one wait for the device is for the sampled tokens."""
+        """Run one step; the one wait for the device is for the sampled tokens.
+
+        Raises ``LoadError`` where a load of the batch does not arrive.
+        """
+        self.barrier.expect(batch.loads)
         drafts = self._drafts(batch)
         plan = make_plan(batch, self.layout, drafts=drafts, device=self.decoder.device, dtype=self.decoder.dtype)
         recurrence = self._recurrence(plan)
         hidden = self._hidden(plan, recurrence)
+        results = self._sample(hidden.index_select(0, plan.sampled), batch, drafts)
+        # Of a chunk those rows count that hold a known token or a draft that held.
+        sampled = iter(results)
+        held = [max(0, len(next(sampled).tokens) - 1) if chunk.samples else 0 for chunk in batch.chunks]
+        if recurrence is not None:
+            recurrence.settle(
+                [
+                    chunk.count + drafts_held
+                    for chunk, tried, drafts_held in zip(batch.chunks, drafts, held, strict=True)
+                    if tried
+                ]
+            )
+        if self._drafter is not None:
+            ends = [chunk.start + chunk.count + more for chunk, more in zip(batch.chunks, held, strict=True)]
+            self._drafter.observe(plan, hidden, ends)
+        return results
+
+    def _sample(self, hidden: Tensor, batch: Batch, drafts: Sequence[tuple[int, ...]]) -> list[Sampled]:
         sampling = [(chunk, tried) for chunk, tried in zip(batch.chunks, drafts, strict=True) if chunk.samples]
         if not sampling:
             return []
         chunks, tried = zip(*sampling, strict=True)
-        results = self._sampler(self.decoder.logits(hidden.index_select(0, plan.sampled)), chunks, tried)
-        if recurrence is not None:
-            # Of a chunk with drafts those rows count that hold a known token or a draft that held.
-            counts = [
-                chunk.count + max(0, len(result.tokens) - 1)
-                for chunk, result in zip(chunks, results, strict=True)
-                if result.drafted
-            ]
-            recurrence.settle(counts)
-        return results
+        return self._sampler(self.decoder.logits(hidden), chunks, tried)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Run one step and return the logits of every position of the batch, ``[tokens, vocab_size]``."""
+        self.barrier.expect(batch.loads)
         plan = make_plan(batch, self.layout, device=self.decoder.device, dtype=self.decoder.dtype)
         return self.decoder.logits(self._hidden(plan, self._recurrence(plan)))
+
+    @property
+    def buffers(self) -> Buffers:
+        """What the pages of each group hold."""
+        buffers: list[tuple[Tensor, ...]] = list(zip(self.pools.keys, self.pools.values, strict=True))
+        if self.states is not None:
+            buffers.insert(self.states.group.index, (self.states.inputs, self.states.memories))
+        if self._drafter is not None and self._drafter.buffers:
+            buffers.append(self._drafter.buffers)
+        return tuple(buffers)
 
     def _drafts(self, batch: Batch) -> list[tuple[int, ...]]:
         """What is tried behind each chunk: nothing where there is no room, and no more than a grammar lets pass."""

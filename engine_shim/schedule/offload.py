@@ -26,7 +26,7 @@ from engine_shim.cache.copies import Copies, Copy, Page
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.cache.node import Node
-from engine_shim.cache.radix import FULL, Match, RadixCache, Receipt
+from engine_shim.cache.radix import Match, RadixCache, Receipt
 from engine_shim.cache.transfers import Move, Mover, Place, Transfer, WritePolicy
 from engine_shim.schedule.transit import Flight, Load, OffloadCounters, OffloadPlan, Save
 from engine_shim.types import CacheLayout
@@ -136,7 +136,7 @@ class Offload:
                 for index, page in enumerate(held, start=first)
                 if index >= len(known) or (Place.HOST, component.index) not in known[index].copies
             ]
-            extents.append(len(held) if new or component.index == FULL else 0)
+            extents.append(len(held) if new or component.is_whole else 0)
             items.extend(new)
         if not items:
             return
@@ -193,7 +193,7 @@ class Offload:
         full_from = min(match.full_pages, boundary)
         copies = []
         for component in self._cache.components:
-            first = full_from if component.index == FULL else boundary - component.extent(boundary)
+            first = full_from if component.is_whole else boundary - component.extent(boundary)
             found = [page.ready(Place.HOST, component.index) for page in chain[first:boundary]]
             copies.append([copy for copy in found if copy is not None])
         self.copies.touch(chain[:boundary])
@@ -213,7 +213,7 @@ class Offload:
             return set()
         needed: list[tuple[Page, int]] = []
         for component in self._cache.components:
-            first = match.full_pages if component.index == FULL else boundary - component.extent(boundary)
+            first = match.full_pages if component.is_whole else boundary - component.extent(boundary)
             needed += [(page, component.index) for page in chain[first:boundary]]
         kept = [copy for page, _ in needed for copy in page.copies.values()]
         for copy in kept:
@@ -254,9 +254,10 @@ class Offload:
             return any(page.ready(place, group) for place in places)
 
         depth = match.full_pages
-        while depth < len(chain) and ready(chain[depth], FULL):
+        whole = [each.index for each in self._cache.components if each.is_whole]
+        while depth < len(chain) and all(ready(chain[depth], group) for group in whole):
             depth += 1
-        others = self._cache.components[FULL + 1 :]
+        others = [each for each in self._cache.components if not each.is_whole]
         if not others:
             return depth, min(depth, len(chain))
         runs, boundary = [0] * len(others), 0

@@ -1,0 +1,51 @@
+"""A thread that does transfers one after the other, in the order they were given to it. No torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import structlog
+
+from engine_shim.cache.transfers import Transfer
+
+log = structlog.get_logger(__name__)
+
+
+class Lane:
+    """``work`` does a transfer inside ``around``; if it raises, that is logged and ``broke`` is called."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Transfer], None],
+        *,
+        broke: Callable[[Transfer], None],
+        around: Callable[[Transfer], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._work = work
+        self._broke = broke
+        self._around = around
+        self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"pages-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, transfer: Transfer) -> None:
+        """Queue a transfer."""
+        self._queue.put(transfer)
+
+    def close(self) -> None:
+        """End after what is queued."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            try:
+                with self._around(transfer):
+                    self._work(transfer)
+            except Exception:  # whatever a device or a disk raises: the pages are computed instead
+                log.exception("transfer_failed", source=transfer.source, target=transfer.target)
+                self._broke(transfer)

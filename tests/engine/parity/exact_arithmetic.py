@@ -1,0 +1,69 @@
+"""Arithmetic in which a position's result does not depend on which positions are computed beside it.
+
+Matrix products and attention kernels sum in an order that depends on the shapes they are given, so the last bits of a
+position differ between one pass and chunks. Here each row is summed by itself, in one order, from the same pools by the
+same plan. Slow, and for tests only.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_shim.attention import paged, recurrent
+from engine_shim.attention.plan import Segment
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = (x.unsqueeze(-2) * weight).sum(-1)
+    return out if bias is None else out + bias
+
+
+def conv1d(x: Tensor, weight: Tensor, *, groups: int) -> Tensor:
+    """Depthwise: as many groups as channels."""
+    assert groups == x.shape[1]
+    return (x.unfold(2, weight.shape[2], 1) * weight[:, 0][None, :, None]).sum(-1)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, *, segment: Segment, scale: float) -> Tensor:
+    """Sums over keys go from the first to the last: hidden ones before or behind, which are zeros, change nothing."""
+    batch, length = segment.slots.shape
+    heads, repeats = query.shape[1], query.shape[1] // keys.shape[1]
+    q = query.view(batch, -1, 1, heads, query.shape[2])
+    visible = torch.ones(batch, q.shape[1], length, dtype=torch.bool)
+    if segment.mask is not None:
+        visible &= segment.mask[:, 0] == 0
+    elif segment.causal:
+        visible = visible.tril()
+    k, v = (pool[segment.slots].repeat_interleave(repeats, dim=2)[:, None] for pool in (keys, values))
+    scores = ((k * q).sum(-1) * scale).masked_fill(~visible[..., None], float("-inf"))
+    weights = (scores - scores.amax(2, keepdim=True)).exp()
+    total = weights.cumsum(2)[:, :, -1]
+    mixed = (weights[..., None] * v).cumsum(2)[:, :, -1]
+    return (mixed / total[..., None]).view(query.shape)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, log_decay: Tensor, strength: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence itself, token by token."""
+    reads = []
+    for at in range(query.shape[2]):
+        memory = memory * log_decay[:, :, at, None, None].exp()
+        known = (memory.mT.contiguous() * key[:, :, at, None]).sum(-1)
+        change = strength[:, :, at, None] * (value[:, :, at] - known)
+        memory = memory + key[:, :, at, :, None] * change[:, :, None]
+        reads.append((memory.mT.contiguous() * query[:, :, at, None]).sum(-1))
+    return torch.stack(reads, dim=2), memory
+
+
+@pytest.fixture(scope="module")
+def exact_arithmetic() -> object:
+    """Compute like this while a module's tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", linear)
+        patch.setattr(torch.nn.functional, "conv1d", conv1d)
+        patch.setattr(paged, "attend", attend)
+        patch.setattr(recurrent, "delta_rule", delta_rule)
+        yield

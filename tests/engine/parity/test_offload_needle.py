@@ -1,0 +1,70 @@
+"""Needles in prefixes that come back from the host and the disk, through a device pool with room for one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from offload_rank import OffloadRank
+
+from engine_shim.model.decoder import Decoder
+from engine_shim.model.loading import load_decoder
+from engine_shim.model.needle_text import facts, haystack
+from engine_shim.model.tokenizer import ModelCard, read_card
+
+PREFIX_TOKENS = 8000
+FACTS = facts(128, seed=1)
+PREFIXES = [haystack(PREFIX_TOKENS, FACTS, seed=seed) for seed in (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    return read_card("needle")
+
+
+@pytest.fixture(scope="module")
+def decoder(card: ModelCard) -> Decoder:
+    return load_decoder(card)
+
+
+@pytest.fixture(params=["host", "disk"])
+def rank(request: pytest.FixtureRequest, decoder: Decoder, card: ModelCard, tmp_path: Path) -> Iterator[OffloadRank]:
+    """The device has room for one prefix and a question; the host for both, or for one while the disk has both."""
+    below = {"host": {"host_ratio": 2.2}, "disk": {"host_ratio": 1.1, "disk_ratio": 2.2}}[request.param]
+    rank = OffloadRank(
+        decoder,
+        page_tokens=16,
+        pool_tokens=PREFIX_TOKENS + 400,
+        window_pool_tokens=640,
+        chunk_tokens=512,
+        eos_token_ids=frozenset(card.eos_token_ids),
+        record=False,
+        folder=tmp_path,
+        **below,
+    )
+    yield rank
+    rank.close()
+
+
+def ask(rank: OffloadRank, card: ModelCard, name: str, text: str) -> list[str]:
+    ids = card.tokenizer.encode(text, add_special_tokens=False).ids
+    output = rank.generate({name: ids}, max_tokens=8)[name].output
+    return [card.tokenizer.id_to_token(token) for token in output]
+
+
+def test_128_questions_each_after_a_load(rank: OffloadRank, card: ModelCard) -> None:
+    """128 of 128, asked of two prefixes in turn, so that each question brings its whole prefix back first."""
+    right = 0
+    for number, fact in enumerate(FACTS):
+        got = ask(rank, card, fact.key, PREFIXES[number % 2] + fact.question)
+        right += got == [fact.value, "<|im_end|>"]
+        rank.settle()
+    assert right == 128
+    stats = rank.scheduler.stats()
+    assert stats.cached_tokens >= 126 * PREFIX_TOKENS
+    assert stats.computed_tokens < 2.5 * PREFIX_TOKENS + 128 * 40
+    assert rank.moved.loaded_pages >= 126 * PREFIX_TOKENS // 16
+    assert rank.moved.failed_transfers == 0
+    if rank.disk is not None:
+        assert rank.moved.fetched_pages > 100 * PREFIX_TOKENS // 16
