@@ -48,7 +48,8 @@ class Pool:
         self._is_radix = is_radix
         self._order = Recency(is_merged=not is_radix)
         self._running: dict[Allocation, None] = {}
-        self._pending: dict[Allocation, None] = {}
+        #: Requests unheard of, in the order in which they were sent. Without any there is nothing to foretell.
+        self.pending: dict[Allocation, None] = {}
         self._pending_blocks = 0
         self._awaited: dict[int, list[Allocation]] = {}
         self._forecast: _Forecast | None = None  # holds until something changes
@@ -89,7 +90,7 @@ class Pool:
         self._settle(allocation)
 
     def _wait(self, allocation: Allocation) -> None:
-        self._pending[allocation] = None
+        self.pending[allocation] = None
         self._pending_blocks += allocation.blocks
         self._forecast = None
         if allocation.keys:
@@ -98,9 +99,9 @@ class Pool:
 
     def _settle(self, allocation: Allocation) -> None:
         """No event of it is due any more."""
-        if allocation not in self._pending:
+        if allocation not in self.pending:
             return
-        del self._pending[allocation]
+        del self.pending[allocation]
         self._pending_blocks -= allocation.blocks
         self._forecast = None
         if allocation.awaited is not None:
@@ -137,21 +138,16 @@ class Pool:
 
     # --- the forecast -----------------------------------------------------------------------------------
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether any request is unheard of; without one there is nothing to foretell."""
-        return bool(self._pending)
-
     def kept(self, keys: Sequence[int], depth: int, *, copies: int) -> int:
         """How many of the first ``depth`` blocks will be there. ``copies`` is all that the rank holds now."""
-        if not self._pending or self._blocks is None or len(self._pending) > MAX_PENDING or copies > self._blocks:
+        if not self.pending or self._blocks is None or len(self.pending) > MAX_PENDING or copies > self._blocks:
             return depth
         # A request that runs holds a block begun. Where that does not fit, one has ended that seems to run.
         room = max(0, self._blocks - copies - len(self._running))
         if room >= self._pending_blocks:
             return depth
         if self._forecast is None:
-            self._forecast = _Forecast(self._order, self._pending, room=room, is_radix=self._is_radix)
+            self._forecast = _Forecast(self._order, self.pending, room=room, is_radix=self._is_radix)
         return self._forecast.kept(keys, depth)
 
 

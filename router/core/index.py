@@ -83,8 +83,8 @@ class PrefixIndex(Residency):
         reusable: dict[int, int] = {}
         for slot, depth in self._depths(keys, prompt_tokens).items():
             rank = self._ranks[slot]
-            if rank.pool is not None and rank.pool.has_pending:
-                depth = self._kept(rank.pool, slot, keys, depth)
+            if (pool := rank.pool) is not None and pool.pending:
+                depth = self._kept(pool, slot, keys, depth)
             units = self._boundary(rank, keys, depth) if rank.rules else depth
             if rank.geometry.eagle:
                 units -= rank.stride
