@@ -115,17 +115,11 @@ class Sampler:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         draws: list[Draw] = []
         told: dict[Request, Tensor] = {}
-        stuck: set[Request] = set()
+        stuck = _constrain(logits, chunks, drafts)
         for chunk, tried in zip(chunks, drafts, strict=True):
-            request, sampling = chunk.request, chunk.request.sampling
             rows = logits[len(draws) : len(draws) + 1 + len(tried)]
-            if request.constraint is not None:
-                try:
-                    _mask(rows, request.constraint.masks(request.output, tried))
-                except ConstraintError:
-                    stuck.add(request)
-            if sampling.logprobs is not None:
-                told[request] = rows.log_softmax(dim=-1)
+            if chunk.request.sampling.logprobs is not None:
+                told[chunk.request] = rows.log_softmax(dim=-1)
             self._adjust(rows, chunk, tried)
             draws += [Draw.of(chunk, place=place) for place in range(1 + len(tried))]
         chosen = sample(logits, draws)
@@ -189,14 +183,31 @@ def _count(counts: Tensor, tokens: Sequence[int]) -> Tensor:
     return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
 
 
-def _mask(rows: Tensor, masks: Sequence[bytes]) -> None:
-    """Rule out what the bit masks of a grammar do; tokens beyond a mask are none of its."""
-    packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
-    bits = np.unpackbits(packed, axis=1, bitorder="little")
-    allowed = torch.zeros(rows.shape, dtype=torch.bool)
-    width = min(rows.shape[1], bits.shape[1])
-    allowed[:, :width] = torch.from_numpy(bits[:, :width]).bool()
-    rows.masked_fill_(~allowed.to(rows.device), -torch.inf)
+def _constrain(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[int, ...]]) -> set[Request]:
+    """Rule out what grammars forbid, for all rows at once; returns the requests whose grammar cannot go on."""
+    stuck: set[Request] = set()
+    rows: list[int] = []
+    masks: list[bytes] = []
+    row = 0
+    for chunk, tried in zip(chunks, drafts, strict=True):
+        request, here = chunk.request, range(row, row + 1 + len(tried))
+        row = here.stop
+        if request.constraint is None:
+            continue
+        try:
+            masks += request.constraint.masks(request.output, tried)
+        except ConstraintError:
+            stuck.add(request)
+        else:
+            rows += here
+    if rows:
+        packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+        bits = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little")).bool()
+        forbidden = torch.ones(len(rows), logits.shape[1], dtype=torch.bool)  # also what lies beyond a mask
+        width = min(logits.shape[1], bits.shape[1])
+        forbidden[:, :width] = ~bits[:, :width]
+        logits[rows] = logits[rows].masked_fill(forbidden.to(logits.device), -torch.inf)
+    return stuck
 
 
 def _logprobs(rows: Tensor, tokens: Sequence[int], likeliest: int) -> tuple[TokenLogprob, ...]:

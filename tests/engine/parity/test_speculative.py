@@ -20,10 +20,10 @@ from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
 from engine_shim.model.tokenizer import read_card
 from engine_shim.sampling import Sampler, held
-from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.schedule.limits import Limits
 from engine_shim.speculative.drafter import Drafter
 from engine_shim.speculative.ngram import LONGEST, SHORTEST, NgramDrafter, lookup
-from engine_shim.types import Chunk, Request, Sampling
+from engine_shim.types import Chunk, Request, Sampled, Sampling
 
 FAMILIES = ["qwen3", "gemma3", "qwen3_next"]  # full; window; recurrent
 GREEDY = Sampling(max_tokens=40, ignore_eos=True)
@@ -185,12 +185,12 @@ def test_lookup_by_brute_force(tokens: list[int], count: int) -> None:
 
 def uncommitted_drafts_published(patch: pytest.MonkeyPatch) -> None:
     """Every draft that was tried counts as computed, so what did not hold is stored and told."""
-    take = Scheduler._take
+    take = Limits.take
 
-    def bad(self: Scheduler, request: Request, sampled: object) -> tuple[int, ...]:
+    def bad(self: Limits, request: Request, sampled: Sampled) -> tuple[int, ...]:
         return take(self, request, sampled) + (0,) * (sampled.drafted - len(sampled.tokens) + 1)
 
-    patch.setattr(Scheduler, "_take", bad)
+    patch.setattr(Limits, "take", bad)
 
 
 def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:

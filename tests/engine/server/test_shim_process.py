@@ -30,6 +30,7 @@ def finished(*options: str) -> tuple[int, str, str]:
         ("--max-running", "none", "max_running"),
         ("--dp-size", "0", "dp_size"),
         ("--runner", "magic", "runner"),
+        ("--speculative", "ngram:0", "speculative"),
         ("--sim-prefill-rate", "0", "sim_prefill_rate"),
         ("--port", "70000", "port"),
     ],
@@ -74,6 +75,8 @@ def test_bad_environment_names_the_variable(
         ({"model": "/no/such/model"}, "no model '/no/such/model'"),
         ({"max_context_tokens": 99_999_999}, "max_context_tokens: 99999999 exceeds the model's 131072"),
         ({"window_pool_tokens": 16}, "window_pool_tokens: "),
+        ({"speculative": "ngram:4"}, "speculative: a timing model"),
+        ({"speculative": "draft:2", "runner": "torch"}, "speculative: the model has no draft head"),
     ],
 )
 def test_what_cannot_start_says_why(wrong: dict[str, object], words: str) -> None:

@@ -1,0 +1,35 @@
+"""Siblings that arrive together cost one prefill: who waits for whom, and where the one that runs stores its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.memory import Memory
+from engine_shim.types import Chunk
+
+
+def find_leader(entry: Entry, running: Iterable[Entry], chunks: dict[Entry, Chunk], memory: Memory) -> None:
+    """Look for the running prefill that will store most of this request's prompt, and have it do so in time.
+
+    ``chunks`` are those of the step being scheduled; the leader's is cut where it has to store.
+    """
+    shares = {
+        other: tokens for other in running if other.prefilling and (tokens := memory.shared_tokens(entry, other)) > 0
+    }
+    if not shares:
+        return
+    known_tokens = memory.known_tokens(entry)
+    for other, tokens in shares.items():
+        if tokens > known_tokens and other.request.computed_tokens >= tokens and other.load is None:
+            memory.share(other)
+        elif tokens > max(known_tokens, entry.lead_tokens):
+            entry.leader, entry.lead_tokens = other, tokens
+    leader = entry.leader
+    if leader is None or leader.request.computed_tokens >= entry.lead_tokens:  # it is being loaded that far
+        return
+    leader.stop_at(entry.lead_tokens)
+    chunk = chunks.get(leader)
+    if chunk is not None and chunk.start + chunk.count > entry.lead_tokens:
+        chunks[leader] = replace(chunk, count=entry.lead_tokens - chunk.start, samples=False)
