@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from router.core.recency import Recency, Stretch
 
 #: With more requests than this unheard of, nothing is foretold: such a rank is not chosen for its cache.
-MAX_PENDING = 64
+MAX_PENDING = 32
 
 
 @dataclass(slots=True, eq=False)

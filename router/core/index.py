@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from heapq import nlargest
 
 from router.core.adoption import Expected
 from router.core.chains import Chains, Step
@@ -16,6 +17,9 @@ from router.core.provisional import DENSE, Ticket
 from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
 from router.core.usable import Mask, Rule, boundary, slots_of
+
+#: For so many ranks a prompt's fate in a full pool is foretold.
+MOST_FORETOLD = 8
 
 
 class PrefixIndex(Residency):
@@ -81,10 +85,10 @@ class PrefixIndex(Residency):
         ``keys`` are the chain keys of the prompt's whole units. The last token is always computed.
         """
         reusable: dict[int, int] = {}
-        for slot, depth in self._depths(keys, prompt_tokens).items():
+        depths = self._depths(keys, prompt_tokens)
+        self._foretell(depths, keys)
+        for slot, depth in depths.items():
             rank = self._ranks[slot]
-            if (pool := rank.pool) is not None and pool.pending:
-                depth = self._kept(pool, slot, keys, depth)
             units = self._boundary(rank, keys, depth) if rank.rules else depth
             if rank.geometry.eagle:
                 units -= rank.stride
@@ -92,11 +96,20 @@ class PrefixIndex(Residency):
                 reusable[slot] = units * self.block_tokens
         return reusable
 
-    def _kept(self, pool: Pool, slot: int, keys: Sequence[int], depth: int) -> int:
-        """Units of ``depth`` that will be there when the engine comes to the request."""
-        stride = self._ranks[slot].stride
-        ends = keys if stride == 1 else keys[stride - 1 :: stride]
-        return pool.kept(ends, depth // stride, copies=self._copies(slot)) * stride
+    def _foretell(self, depths: dict[int, int], keys: Sequence[int]) -> None:
+        """Shorten the prefix of ranks whose pool will have given up its end when the request comes to it.
+
+        Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it.
+        """
+        ranks = self._ranks
+        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and pool.pending]
+        if len(slots) > MOST_FORETOLD:
+            slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
+        for slot in slots:
+            stride, pool = ranks[slot].stride, ranks[slot].pool
+            assert pool is not None, "it has requests pending"
+            ends = keys if stride == 1 else keys[stride - 1 :: stride]
+            depths[slot] = pool.kept(ends, depths[slot] // stride, copies=self._copies(slot)) * stride
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
