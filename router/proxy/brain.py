@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 
 import msgspec
 
-from router.core.admission import Admission, AdmissionParameters, Visit
+from router.core.admission import Admission, AdmissionParameters
 from router.core.cost import CostParameters
-from router.core.forecast import Allocation
-from router.core.load import Claim
-from router.core.pace import judge
-from router.core.pd import can_serve, make_role_policy, transfer_seconds
+from router.core.pd import can_serve, make_role_policy
 from router.core.seen import SeenPrefixes
-from router.core.session import Binding, SessionTable, identify
-from router.core.types import Decision, RankStatus, RouteRequest, SessionKey, WorkerRole
+from router.core.session import identify
+from router.core.types import Decision, RouteRequest, SessionKey
 from router.errors import NoWorker
-from router.fleet.decisions import Attempted, Decided, DecisionLog, session_hash
+from router.fleet.decisions import Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet
-from router.fleet.member import Member
 from router.proxy.holding import HeldRequest, Holding
+from router.proxy.leases import Lease, Leases
 from router.proxy.models import Models
 from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys
-from router.proxy.promises import Promise, Promises, counts_at_dispatch
-from router.proxy.splitting import contracts, learn_pace, no_worker
-from router.proxy.types import Attempt, Outcome
+from router.proxy.promises import Promises
+from router.proxy.splitting import contracts, no_worker
+from router.proxy.types import Attempt
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.openai import Endpoint, InferenceRequest
 from router.wire.text_keys import text_bytes
-from router.wire.usage import Usage
 
 #: The header that names a request, as the data plane gives it here and to the client.
 REQUEST_ID = "x-request-id"
@@ -60,6 +56,7 @@ class RouterBrain(Models):
             Holding(Admission(AdmissionParameters()), fleet, metrics) if settings.admission == "guarded" else None
         )
         self._promises = Promises(fleet, special_ids=self.special_ids)
+        self._leases = Leases(fleet, metrics, self._promises, self._holding, self.decisions)
 
     def ready(self) -> bool:
         """Some rank, or a pair of them, can take a request."""
@@ -190,7 +187,7 @@ class RouterBrain(Models):
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
-        lease = self._open(prepared, decision, now=now)
+        lease = self._leases.open(prepared, decision, now=now)
         lease.is_loading = _is_loading(request, decision)
         if self._holding is not None and not self.makes_pairs:
             lease.visit = self._holding.started(request, decision.slot)
@@ -198,7 +195,8 @@ class RouterBrain(Models):
         attempt = Attempt(target=lease.member.target, decision=decision, lease=lease)
         if decision.prefill is None:
             return attempt
-        half = self._open(prepared, decision.prefill, now=now)
+        half = self._leases.open(prepared, decision.prefill, now=now)
+        half.noted = lease.noted
         half.is_loading = _is_loading(request, decision.prefill)
         prefill = Attempt(target=half.member.target, decision=decision.prefill, lease=half)
         return msgspec.structs.replace(attempt, prefill=prefill)
@@ -236,7 +234,7 @@ class RouterBrain(Models):
             prefill_home=fleet.prompts.home(model, session, now=now) if session and self.makes_pairs else None,
         )
 
-    def _note(self, lease: _Lease, request: RouteRequest, *, now: float) -> None:
+    def _note(self, lease: Lease, request: RouteRequest, *, now: float) -> None:
         """Remember the decision for whoever asks why."""
         decided, view = lease.prepared.decided, self._fleet.view
         if decided is None or not decided.request_id:
@@ -275,44 +273,6 @@ class RouterBrain(Models):
         shared = self._fleet.shared.home(prepared.model, prepared.session)
         return 0 if shared is None or shared.is_own else shared.prompt_tokens
 
-    def _homes(self, member: Member) -> SessionTable:
-        """Where it is noted which rank of this role a session used last."""
-        return self._fleet.prompts if member.target.part.role is WorkerRole.PREFILL else self._fleet.sessions
-
-    def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
-        assert prepared.session is not None, "only a session has a home"
-        self._fleet.shared.bound(prepared.model, prepared.session, member.id, prompt_tokens=prepared.prompt_tokens)
-
-    def _open(self, prepared: PreparedRequest, decision: Decision, *, now: float) -> _Lease:
-        """A lease on the decision's own rank; of a pair, on the one that is handed the prompt."""
-        fleet = self._fleet
-        member = fleet.member(decision.slot)
-        fleet.breakers.sent(decision.slot, now=now)
-        is_handed = decision.prefill is not None
-        claim = fleet.loads.open(
-            decision.slot,
-            prompt_tokens=prepared.prompt_tokens,
-            prefill_tokens=0 if is_handed else prepared.prompt_tokens - decision.expected_cached_tokens,
-            seconds=(
-                transfer_seconds(member.pace, tokens=decision.transfer_tokens)
-                if is_handed
-                else decision.expected_prefill_seconds
-            ),
-            now=now,
-        )
-        binding = None
-        if prepared.session is not None:
-            binding = self._homes(member).start(prepared.model, prepared.session, slot=decision.slot, now=now)
-            if member.target.part.role is not WorkerRole.PREFILL:
-                self._tell_home(prepared, member)
-        lease = _Lease(self, prepared, decision, member, claim, binding)
-        lease.allocation = self._promises.sent(member, prepared)
-        if prepared.tokens is None:
-            fleet.texts.add(decision.slot, prepared.text_keys)
-        elif counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
-            lease.promises.append(promise)
-        return lease
-
     def _ideal_tokens(self, prepared: PreparedRequest) -> int:
         """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
         indexes = self._fleet.indexes(prepared.model)
@@ -325,137 +285,7 @@ class RouterBrain(Models):
         earlier.add(keys)
         return min(seen, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
 
-    # --- called by leases -------------------------------------------------------------------------------
-
-    def _first_byte(self, lease: _Lease) -> None:
-        if lease.noted is not None:
-            lease.noted.first_token_seconds = self._fleet.clock() - lease.noted.started
-        if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
-            lease.promises.append(promise)
-        self._promises.begun(lease.allocation)
-        if self._holding is not None and lease.visit is not None:
-            self._holding.first_token(lease.visit)
-        served = self._fleet.loads.first_byte(lease.claim, now=self._fleet.clock())
-        if served is not None and lease.prepared.tokens is not None and not lease.is_loading:
-            tokens = lease.prepared.prompt_tokens
-            learn_pace(lease.member, lease.decision, prompt_tokens=tokens, served_seconds=served)
-
-    def _close(self, lease: _Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
-        now = self._fleet.clock()
-        prepared = lease.prepared
-        self._fleet.loads.close(lease.claim, now=now)
-        if self._fleet.knows(lease.member):
-            ranks = len(self._fleet.view.ranks)
-            self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
-        if prepared.session is not None and lease.binding is not None:
-            self._homes(lease.member).finish(prepared.model, prepared.session, lease.binding, now=now)
-            shared = self._fleet.shared.home(prepared.model, prepared.session)
-            if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
-                self._tell_home(prepared, lease.member)
-        if outcome in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE):
-            if promise := self._promises.output(lease.member, prepared, output):
-                lease.promises.append(promise)
-            elif usage is not None:
-                self._promises.answered(lease.member, prepared, output_tokens=usage.completion_tokens, now=now)
-            self._promises.keep(lease.promises, now=now)
-            self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
-        else:
-            self._promises.take_back(lease.promises, lease.allocation)
-        is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
-        if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
-            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
-            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
-            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
-        if lease.noted is not None and prepared.decided is not None:
-            lease.noted.outcome = outcome
-            lease.noted.seconds = now - lease.noted.started
-            if usage is not None:
-                lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            self.decisions.close(prepared.decided, lease.noted)
-        if self._holding is not None and lease.visit is not None:
-            cached_tokens = usage.cached_tokens if usage is not None and outcome is Outcome.OK else None
-            ideal_tokens = prepared.ideal_tokens if prepared.tokens is not None else None
-            self._holding.finished(lease.visit, cached_tokens=cached_tokens, ideal_tokens=ideal_tokens)
-
-    def _compare(self, lease: _Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
-        metrics, member, decision = self._metrics, lease.member, lease.decision
-        labels = member.labels
-        predicted = decision.expected_cached_tokens
-        metrics.prompt_tokens.labels(*labels).inc(prompt_tokens)
-        metrics.cached_tokens.labels(*labels).inc(actual_tokens)
-        metrics.predicted_tokens.labels(*labels).inc(predicted)
-        metrics.best_tokens.labels(*labels).inc(decision.best_cached_tokens)
-        metrics.ideal_tokens.labels(*labels).inc(lease.prepared.ideal_tokens)
-        if actual_tokens != predicted:
-            metrics.mispredicted.labels(*labels, "over" if predicted > actual_tokens else "under").inc()
-        if lease.prepared.tokens is not None:
-            judge(
-                member.trust,
-                predicted_tokens=predicted,
-                actual_tokens=actual_tokens,
-                slack_tokens=member.block_tokens or 0,
-            )
-
 
 def _is_loading(request: RouteRequest, decision: Decision) -> bool:
     """Whether the rank will fetch a part from below, so that its first token says little of how fast it computes."""
     return request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens
-
-
-class _Lease:
-    """One attempt's claim on a rank; see ``proxy.types.Lease``."""
-
-    __slots__ = (
-        "_brain",
-        "_open",
-        "allocation",
-        "binding",
-        "claim",
-        "decision",
-        "is_loading",
-        "member",
-        "noted",
-        "prepared",
-        "promises",
-        "visit",
-    )
-
-    def __init__(
-        self,
-        brain: RouterBrain,
-        prepared: PreparedRequest,
-        decision: Decision,
-        member: Member,
-        claim: Claim,
-        binding: Binding | None,
-    ) -> None:
-        self._brain = brain
-        self._open = True
-        self.prepared = prepared
-        self.decision = decision
-        self.member = member
-        self.claim = claim
-        self.binding = binding
-        self.noted: Attempted | None = None
-        self.visit: Visit | None = None
-        self.promises: list[Promise] = []
-        self.allocation: Allocation | None = None
-        self.is_loading = False
-
-    def first_byte(self) -> None:
-        """Prefill is over."""
-        self._brain._first_byte(self)
-
-    def handed(self) -> None:
-        """Its part begins now: the other rank's is done."""
-        self.claim.opened_at = self._brain._fleet.clock()
-
-    def worker_answers(self) -> bool | None:
-        """Whether the worker answers probes; None once it has left."""
-        return self.member.status is not RankStatus.DOWN if self._brain._fleet.knows(self.member) else None
-
-    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
-        """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""
-        if self._open:
-            self._open = False
-            self._brain._close(self, outcome, usage, output)

@@ -207,3 +207,5 @@ async def test_explained() -> None:
     (now,) = preview.attempts  # the decode rank will hold all but the last tokens, and prefill ranks are busy
     assert (now.prefill_id, now.id, now.reason) == (None, noted.id, Reason.BYPASS)
     assert now.alone_seconds < now.pair_seconds
+    finish(attempt, usage=Usage(1000, 1, 0), decode_usage=Usage(1000, 20, 999))
+    assert (noted.outcome, noted.prompt_tokens, noted.cached_tokens) == (Outcome.OK, 1000, 0)

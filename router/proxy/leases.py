@@ -1,0 +1,210 @@
+"""Attempts' claims on ranks: opened with a decision, and settled when the attempt is over, however it ended.
+
+What is settled: load, breaker, the session's home, what the rank's cache is expected to hold, what the rank reused
+against what was expected, its speed, admission, and the record of the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.core.admission import Visit
+from router.core.forecast import Allocation
+from router.core.load import Claim
+from router.core.pace import judge
+from router.core.pd import transfer_seconds
+from router.core.session import Binding, SessionTable
+from router.core.types import Decision, RankStatus, WorkerRole
+from router.fleet.decisions import Attempted, DecisionLog
+from router.fleet.fleet import Fleet
+from router.fleet.member import Member
+from router.proxy.holding import Holding
+from router.proxy.prepared import PreparedRequest
+from router.proxy.promises import Promise, Promises, counts_at_dispatch
+from router.proxy.splitting import learn_pace
+from router.proxy.types import Outcome
+from router.telemetry.metrics import Metrics
+from router.wire.usage import Usage
+
+
+class Leases:
+    """Opens leases, and keeps the accounts of them."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, promises: Promises, holding: Holding | None, decisions: DecisionLog
+    ) -> None:
+        self.clock: Callable[[], float] = fleet.clock
+        self.knows: Callable[[Member], bool] = fleet.knows
+        self._fleet = fleet
+        self._metrics = metrics
+        self._promises = promises
+        self._holding = holding
+        self._decisions = decisions
+
+    def _homes(self, member: Member) -> SessionTable:
+        """Where it is noted which rank of this role a session used last."""
+        return self._fleet.prompts if member.target.part.role is WorkerRole.PREFILL else self._fleet.sessions
+
+    def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
+        assert prepared.session is not None, "only a session has a home"
+        self._fleet.shared.bound(prepared.model, prepared.session, member.id, prompt_tokens=prepared.prompt_tokens)
+
+    def open(self, prepared: PreparedRequest, decision: Decision, *, now: float) -> Lease:
+        """A lease on the decision's own rank; of a pair, on the one that is handed the prompt."""
+        fleet = self._fleet
+        member = fleet.member(decision.slot)
+        fleet.breakers.sent(decision.slot, now=now)
+        is_handed = decision.prefill is not None
+        claim = fleet.loads.open(
+            decision.slot,
+            prompt_tokens=prepared.prompt_tokens,
+            prefill_tokens=0 if is_handed else prepared.prompt_tokens - decision.expected_cached_tokens,
+            seconds=(
+                transfer_seconds(member.pace, tokens=decision.transfer_tokens)
+                if is_handed
+                else decision.expected_prefill_seconds
+            ),
+            now=now,
+        )
+        binding = None
+        if prepared.session is not None:
+            binding = self._homes(member).start(prepared.model, prepared.session, slot=decision.slot, now=now)
+            if member.target.part.role is not WorkerRole.PREFILL:
+                self._tell_home(prepared, member)
+        lease = Lease(self, prepared, decision, member, claim, binding)
+        lease.allocation = self._promises.sent(member, prepared)
+        if prepared.tokens is None:
+            fleet.texts.add(decision.slot, prepared.text_keys)
+        elif counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
+            lease.promises.append(promise)
+        return lease
+
+    def first_byte(self, lease: Lease) -> None:
+        if lease.noted is not None and lease.member.target.part.role is not WorkerRole.PREFILL:
+            lease.noted.first_token_seconds = self.clock() - lease.noted.started
+        if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
+            lease.promises.append(promise)
+        self._promises.begun(lease.allocation)
+        if self._holding is not None and lease.visit is not None:
+            self._holding.first_token(lease.visit)
+        served = self._fleet.loads.first_byte(lease.claim, now=self.clock())
+        if served is not None and lease.prepared.tokens is not None and not lease.is_loading:
+            tokens = lease.prepared.prompt_tokens
+            learn_pace(lease.member, lease.decision, prompt_tokens=tokens, served_seconds=served)
+
+    def close(self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
+        now = self.clock()
+        prepared = lease.prepared
+        is_prefill = lease.member.target.part.role is WorkerRole.PREFILL
+        is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
+        self._fleet.loads.close(lease.claim, now=now)
+        if self._fleet.knows(lease.member):
+            ranks = len(self._fleet.view.ranks)
+            self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
+        if prepared.session is not None and lease.binding is not None:
+            self._homes(lease.member).finish(prepared.model, prepared.session, lease.binding, now=now)
+            shared = self._fleet.shared.home(prepared.model, prepared.session)
+            if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
+                self._tell_home(prepared, lease.member)
+        if outcome in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE):
+            if promise := self._promises.output(lease.member, prepared, output):
+                lease.promises.append(promise)
+            elif usage is not None and not is_prefill:
+                self._promises.answered(lease.member, prepared, output_tokens=usage.completion_tokens, now=now)
+            self._promises.keep(lease.promises, now=now)
+            self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
+        else:
+            self._promises.take_back(lease.promises, lease.allocation)
+        if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
+            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
+            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
+            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
+        if lease.noted is not None:
+            if usage is not None and not is_handed:
+                lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            if not is_prefill and prepared.decided is not None:
+                lease.noted.outcome = outcome
+                lease.noted.seconds = now - lease.noted.started
+                self._decisions.close(prepared.decided, lease.noted)
+        if self._holding is not None and lease.visit is not None:
+            cached_tokens = usage.cached_tokens if usage is not None and outcome is Outcome.OK else None
+            ideal_tokens = prepared.ideal_tokens if prepared.tokens is not None else None
+            self._holding.finished(lease.visit, cached_tokens=cached_tokens, ideal_tokens=ideal_tokens)
+
+    def _compare(self, lease: Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
+        metrics, member, decision = self._metrics, lease.member, lease.decision
+        labels = member.labels
+        predicted = decision.expected_cached_tokens
+        metrics.prompt_tokens.labels(*labels).inc(prompt_tokens)
+        metrics.cached_tokens.labels(*labels).inc(actual_tokens)
+        metrics.predicted_tokens.labels(*labels).inc(predicted)
+        metrics.best_tokens.labels(*labels).inc(decision.best_cached_tokens)
+        metrics.ideal_tokens.labels(*labels).inc(lease.prepared.ideal_tokens)
+        if actual_tokens != predicted:
+            metrics.mispredicted.labels(*labels, "over" if predicted > actual_tokens else "under").inc()
+        if lease.prepared.tokens is not None:
+            judge(
+                member.trust,
+                predicted_tokens=predicted,
+                actual_tokens=actual_tokens,
+                slack_tokens=member.block_tokens or 0,
+            )
+
+
+class Lease:
+    """One attempt's claim on a rank; see ``proxy.types.Lease``."""
+
+    __slots__ = (
+        "_leases",
+        "_open",
+        "allocation",
+        "binding",
+        "claim",
+        "decision",
+        "is_loading",
+        "member",
+        "noted",
+        "prepared",
+        "promises",
+        "visit",
+    )
+
+    def __init__(
+        self,
+        leases: Leases,
+        prepared: PreparedRequest,
+        decision: Decision,
+        member: Member,
+        claim: Claim,
+        binding: Binding | None,
+    ) -> None:
+        self._leases = leases
+        self._open = True
+        self.prepared = prepared
+        self.decision = decision
+        self.member = member
+        self.claim = claim
+        self.binding = binding
+        self.noted: Attempted | None = None
+        self.visit: Visit | None = None
+        self.promises: list[Promise] = []
+        self.allocation: Allocation | None = None
+        self.is_loading = False
+
+    def first_byte(self) -> None:
+        """Prefill is over."""
+        self._leases.first_byte(self)
+
+    def handed(self) -> None:
+        """Its part begins now: the other rank's is done."""
+        self.claim.opened_at = self._leases.clock()
+
+    def worker_answers(self) -> bool | None:
+        """Whether the worker answers probes; None once it has left."""
+        return self.member.status is not RankStatus.DOWN if self._leases.knows(self.member) else None
+
+    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
+        """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""
+        if self._open:
+            self._open = False
+            self._leases.close(self, outcome, usage, output)
