@@ -21,7 +21,7 @@ export PATH := $(CURDIR)/build/debian/prometheus/usr/bin:$(PATH)
 say = @printf '\n== %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports tests format dashboards clean distclean
+.PHONY: help install demo test lint types imports tests format dashboards compile pure clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +59,15 @@ format: $(STAMP) ## let ruff rewrite the code
 dashboards: $(STAMP) ## make the Grafana dashboard anew from deploy/grafana/build.py
 	@$(BIN)/python deploy/grafana/build.py
 
-clean: ## remove caches and build output
+compile: $(STAMP) ## compile the path of a request with mypyc, in place; needs a C compiler, and again after an edit
+	HOMING_COMPILE=1 $(BIN)/python setup.py --quiet build_ext --inplace
+	@$(BIN)/homing version
+
+pure: ## remove what was compiled, so that the sources run again
+	rm -rf build/lib.* build/temp.* build/__native* build/router build/ops.txt
+	find . -name '*.so' -not -path './$(VENV)/*' -delete
+
+clean: pure ## remove caches and build output
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 HELP = """\
 usage: homing COMMAND [OPTIONS]
@@ -24,7 +25,7 @@ commands:
             record an engine's cache events and requests; compare them with what the router predicts
   bench     measure the router's own parts: homing bench index
   simulate  compare routing policies over a recorded trace, in simulated time
-  version   print the version
+  version   print the version, and whether its request path is compiled
 
 try it on one machine, without a GPU:
   homing shim --runner sim --dp-size 2 --port 8100 &
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(HELP, end="")
             return 0
         case ["version" | "--version" | "-V"]:
-            print(f"homing {_version()}")
+            print(f"homing {_version()}, {_build()}")
             return 0
         case ["router", *rest]:
             return _part("router.options", extra=None)(rest)
@@ -98,6 +99,12 @@ def _version() -> str:
         return version("homing")
     except PackageNotFoundError:
         return "0 (not installed)"
+
+
+def _build() -> str:
+    """Whether the path of a request runs as native code (see setup.py)."""
+    found = find_spec("router.core.policy")
+    return "pure Python" if found is None or (found.origin or "").endswith(".py") else "compiled"
 
 
 if __name__ == "__main__":

@@ -86,7 +86,10 @@ class LoadBook:
 
     def load(self, slot: int) -> RankLoad:
         """The slot's cell, made on first use."""
-        return self._loads.setdefault(slot, RankLoad())
+        load = self._loads.get(slot)
+        if load is None:
+            load = self._loads[slot] = RankLoad()
+        return load
 
     def total(self, slot: int) -> RankLoad:
         """The cell of all routers' work, made on first use."""

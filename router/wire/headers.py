@@ -98,19 +98,22 @@ def first(headers: Iterable[Header], name: bytes) -> bytes | None:
     return None
 
 
-#: Headers of nearly every request that tell nobody apart.
-_COMMONPLACE: Final = frozenset(
-    {HOST, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING, EXPECT, b"accept", b"accept-encoding"}
-)
+#: Headers of nearly every request that tell nobody apart, and those that must not.
+_UNTOLD: Final = CREDENTIALS | {
+    HOST,
+    CONNECTION,
+    CONTENT_LENGTH,
+    CONTENT_TYPE,
+    TRANSFER_ENCODING,
+    EXPECT,
+    b"accept",
+    b"accept-encoding",
+}
 
 
 def as_text(headers: Iterable[Header]) -> dict[str, str]:
     """What may tell who asks, as text. Of a repeated header the last one counts; credentials are left out."""
-    return {
-        name.decode("latin-1"): value.decode("latin-1")
-        for name, value in headers
-        if name not in _COMMONPLACE and name not in CREDENTIALS
-    }
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name not in _UNTOLD}
 
 
 def acceptable_request_id(value: bytes | None) -> bytes | None:
