@@ -79,6 +79,14 @@ async def test_older_vllm_counts_blocks_of_all_ranks() -> None:
         assert (await describe(client, WorkerSpec(url=worker.url))).pool_tokens == 5120
 
 
+@pytest.mark.parametrize(("unit", "expected"), [("None", 96), ("32", 32)])
+async def test_vllm_may_match_prefixes_by_less_than_a_block(unit: str, expected: int) -> None:
+    """The index counts in such units, as the events do."""
+    metrics = VLLM_METRICS.replace(b'block_size="32"', f'block_size="96",prefix_match_unit="{unit}"'.encode())
+    async with ControlWorker({**VLLM, "/metrics": (200, metrics)}) as worker, httpx.AsyncClient() as client:
+        assert (await describe(client, WorkerSpec(url=worker.url))).block_tokens == expected
+
+
 async def test_sglang_with_two_ranks() -> None:
     """SGLang names port bases; rank r publishes at base + r."""
     async with ControlWorker({"/server_info": as_json(SGLANG_INFO)}) as worker, httpx.AsyncClient() as client:
