@@ -199,7 +199,7 @@ class _Generation(HandoverFields, kw_only=True, frozen=True):
             frequency_penalty=_within("frequency_penalty", self.frequency_penalty, 0.0, low=-2, high=2),
             repetition_penalty=repetition_penalty,
             logit_bias=_biases(self.logit_bias or {}, vocab_tokens=vocab_tokens),
-            min_tokens=int(_within("min_tokens", self.min_tokens, 0, high=max_tokens)),
+            min_tokens=min(max_tokens, int(_within("min_tokens", self.min_tokens, 0, high=1 << 31))),
             logprobs=self.told_logprobs,
             seed=None if self.seed is None else self.seed + choice,
             stop_token_ids=self._stop_ids(vocab_tokens),
