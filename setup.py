@@ -22,7 +22,7 @@ COMPILED = {
         "prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
-    "router/wire": "anthropic block_keys handover headers http1 openai responses sse text_keys",
+    "router/wire": "anthropic block_keys headers http1 openai responses sse text_keys",
 }
 
 extensions = []
