@@ -294,6 +294,8 @@ class Residency:
         ends = units[rank.stride - 1 :: rank.stride]
         path = rank.chains.path(ends, limit=len(ends))
         held = rank.chains.depths(path).get(slot, 0)
+        if len(self) + len(ends) - held > self.max_blocks:
+            return None
         places = rank.chains.places(path, held)
         if held < len(ends):
             new, added = rank.chains.extend(slot, places[-1] if places else None, ends[held:])

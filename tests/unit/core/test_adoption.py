@@ -88,6 +88,17 @@ def test_other_tokens_find_no_place(index: PrefixIndex) -> None:
     assert index.orphans(0) == 1
 
 
+def test_a_full_index_takes_nothing_over() -> None:
+    """Four blocks before the event's own are more than it may have: the event waits."""
+    index = PrefixIndex(block_tokens=2, max_blocks=3)
+    index.add_rank(0, domain="engine")
+    promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+
+    assert len(index) == 0
+    assert index.orphans(0) == 2
+
+
 def test_what_was_taken_over_goes_with_the_block_that_named_it(index: PrefixIndex) -> None:
     """Removals of the others will come under names that nobody knows."""
     ticket = promise(index, TOKENS)
