@@ -28,6 +28,7 @@ class FleetRig:
         routing: RoutingSettings | None = None,
         queue: QueueSettings | None = None,
         pool_tokens: int | None = None,
+        first_byte_seconds: float = 0.2,
     ) -> None:
         routing = routing or RoutingSettings()
         self.metrics = Metrics(CollectorRegistry())
@@ -41,7 +42,7 @@ class FleetRig:
             self.brain,  # type: ignore[arg-type]  # a protocol with a plain method cannot say what it is handed back
             self.metrics,
             ServerSettings(port=0),
-            UpstreamSettings(first_byte_seconds=0.2),
+            UpstreamSettings(first_byte_seconds=first_byte_seconds),
             log,
             queue_settings=queue,
         )
