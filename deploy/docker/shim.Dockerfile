@@ -16,7 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY router router
 COPY engine_shim engine_shim
 COPY loadtest loadtest
-RUN /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt ".[engine]"
+RUN /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt ".[engine,structured]"
 
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 10001 --user-group --no-create-home homing
