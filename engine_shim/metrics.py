@@ -213,6 +213,7 @@ class ShimCollector(Collector):
         yield self._by_source(stats)
         yield self._accepted(stats)
         yield self._cache_config()
+        yield from self._below(stats)
 
     def _finished(self, values: Iterable[tuple[tuple[str, str], MeasuredRank]]) -> Metric:
         labels = ("model_name", "engine", "finished_reason")
@@ -228,7 +229,8 @@ class ShimCollector(Collector):
         tokens = CounterMetricFamily("vllm:prompt_tokens_by_source", text, labels=labels)
         for label, stat in stats:
             tokens.add_metric((*label, "local_compute"), stat.queried_tokens - stat.cached_tokens)
-            tokens.add_metric((*label, "local_cache_hit"), stat.cached_tokens)
+            tokens.add_metric((*label, "local_cache_hit"), stat.cached_tokens - stat.loaded_tokens)
+            tokens.add_metric((*label, "external_kv_transfer"), stat.loaded_tokens)
         return tokens
 
     def _accepted(self, stats: Iterable[tuple[tuple[str, str], Stats]]) -> Metric:
@@ -239,6 +241,28 @@ class ShimCollector(Collector):
             for place, count in enumerate(stat.accepted_tokens):
                 accepted.add_metric((*label, str(place)), count)
         return accepted
+
+    def _below(self, stats: Iterable[tuple[tuple[str, str], Stats]]) -> Iterator[Metric]:
+        """Copies in host memory and on disk; vLLM has no names for these. Nothing where there are none."""
+        labels = ("model_name", "engine", "medium")
+        used = GaugeMetricFamily("homing:copied_pages", "Pages of full attention with a copy there.", labels=labels)
+        room = GaugeMetricFamily("homing:copied_pages_limit", "The most there is room for.", labels=labels)
+        moved = CounterMetricFamily(
+            "homing:moved_pages", "Pages moved, of all groups.", labels=("model_name", "engine", "source", "target")
+        )
+        failed = CounterMetricFamily("homing:failed_transfers", "Transfers whose pages were lost.", labels=labels[:2])
+        for label, stat in stats:
+            if stat.below is None:
+                continue
+            for place, pages in stat.below.used_pages.items():
+                used.add_metric((*label, place.value), pages)
+                room.add_metric((*label, place.value), stat.below.total_pages[place])
+            for (source, target), pages in stat.below.moved_pages.items():
+                moved.add_metric((*label, source.value, target.value), pages)
+            failed.add_metric(label, stat.below.failed_transfers)
+        for family in (used, room, moved, failed):
+            if family.samples:
+                yield family
 
     def _cache_config(self) -> Metric:
         labels = ("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens", "sliding_window")

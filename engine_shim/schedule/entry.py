@@ -30,6 +30,7 @@ class Entry:
     While ``load`` is there, pages ``load.full_from`` .. ``load.pages`` of the full table, the window before their end
     and the kept slot are written by transfers from the host. They are its own: in the window group pages from
     ``window_own_from`` on, which else is ``receipt.pages``. ``fetches``: transfers from disk that it waits for.
+    ``loaded_tokens``: what its last admission owes to copies below the device.
 
     ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
     what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
@@ -52,6 +53,7 @@ class Entry:
     lead_tokens: int = 0
     asked_admissions: int = -1
     load: Load | None = None
+    loaded_tokens: int = 0
     fetches: set[int] = field(default_factory=set)
 
     @property

@@ -95,6 +95,7 @@ class Memory:
             entry.receipt, request.tables = self.cache.lock_whole(request.namespace, tokens[: pages * self._page])
             if self._state is not None:
                 request.tables[self._state][:] = [NULL_PAGE, NULL_PAGE]
+        entry.loaded_tokens = (pages - match.pages) * self._page
         entry.window_from = max(0, pages - self._window_pages)
         entry.window_own_from = entry.receipt.pages
         entry.kept_slot, entry.kept_tokens = NULL_PAGE, 0

@@ -26,9 +26,9 @@ from engine_shim.cache.copies import Copies, Copy, Page
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.cache.node import Node
-from engine_shim.cache.radix import Match, RadixCache, Receipt
+from engine_shim.cache.radix import FULL, Match, RadixCache, Receipt
 from engine_shim.cache.transfers import Move, Mover, Place, Transfer, WritePolicy
-from engine_shim.schedule.transit import Flight, Load, OffloadCounters, OffloadPlan, Save
+from engine_shim.schedule.transit import BelowStats, Flight, Load, OffloadCounters, OffloadPlan, Save
 from engine_shim.types import CacheLayout
 from router.wire.kv_events import Event
 
@@ -349,6 +349,22 @@ class Offload:
         self.copies.clear()
 
     # --- for snapshots and checks ------------------------------------------------------------------------------------
+
+    def stats(self) -> BelowStats:
+        """The numbers as they stand now."""
+        pools = {place: shelf.pools[FULL] for place, shelf in self.copies.shelves.items()}
+        counters = self.counters
+        return BelowStats(
+            used_pages={place: pool.used_pages for place, pool in pools.items()},
+            total_pages={place: pool.total for place, pool in pools.items()},
+            moved_pages={
+                (Place.DEVICE, Place.HOST): counters.saved_pages,
+                (Place.HOST, Place.DEVICE): counters.loaded_pages,
+                (Place.HOST, Place.DISK): counters.spilled_pages,
+                (Place.DISK, Place.HOST): counters.fetched_pages,
+            },
+            failed_transfers=counters.failed_transfers,
+        )
 
     def snapshot_events(self) -> tuple[Event, ...]:
         """Store events of all copies that can be read."""

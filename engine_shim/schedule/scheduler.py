@@ -28,14 +28,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.radix import RadixCache
 from engine_shim.cache.transfers import Mover, Place
 from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.leaders import find_leader
+from engine_shim.schedule.limits import Limits
 from engine_shim.schedule.memory import Memory
-from engine_shim.schedule.stats import Counters, Stats
+from engine_shim.schedule.stats import Counters, Stats, stats_of
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled
 from router.wire.kv_events import Event
@@ -75,8 +76,7 @@ class Scheduler:
         self._draft_tokens = draft_tokens
         self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
-        self._context_tokens = min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1)
-        self._eos_token_ids = eos_token_ids
+        self._limits = Limits(min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1), eos_token_ids)
         self._entries: dict[str, Entry] = {}
         self._waiting: deque[Entry] = deque()
         self._running: list[Entry] = []  # oldest first
@@ -91,7 +91,7 @@ class Scheduler:
     @property
     def context_tokens(self) -> int:
         """Prompt and output of one request together: the given limit, or what the full pool can hold."""
-        return self._context_tokens
+        return self._limits.context_tokens
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +107,7 @@ class Scheduler:
             raise ValueError(f"request {request.id!r} is queued already")
         if not request.prompt or request.sampling.max_tokens < 1:
             raise ValueError("a request has at least one prompt token and samples at least one")
-        if len(request.prompt) >= self._context_tokens:
+        if len(request.prompt) >= self._limits.context_tokens:
             self._end(request, FinishReason.ERROR)
             return
         entry = self._entries[request.id] = Entry(request)
@@ -235,7 +235,8 @@ class Scheduler:
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
         for entry in tuple(self._waiting):
             if entry.leader is None and entry.asked_admissions != self._admissions:
-                self._find_leader(entry, chunks)
+                entry.asked_admissions = self._admissions
+                find_leader(entry, self._running, chunks, self._memory)
             if entry.waits_for_leader or self._memory.awaits_fetch(entry):
                 continue
             budget = self._chunk_tokens - _total(chunks)
@@ -265,30 +266,6 @@ class Scheduler:
         aligned = (start + count) // self._page * self._page - start
         return aligned if aligned > 0 else count
 
-    def _find_leader(self, entry: Entry, chunks: dict[Entry, Chunk]) -> None:
-        """Look for the running prefill that will store most of this request's prompt, and have it do so in time."""
-        entry.asked_admissions = self._admissions
-        shares = {
-            other: tokens
-            for other in self._running
-            if other.prefilling and (tokens := self._memory.shared_tokens(entry, other)) > 0
-        }
-        if not shares:
-            return
-        known_tokens = self._memory.known_tokens(entry)
-        for other, tokens in shares.items():
-            if tokens > known_tokens and other.request.computed_tokens >= tokens and other.load is None:
-                self._memory.share(other)
-            elif tokens > max(known_tokens, entry.lead_tokens):
-                entry.leader, entry.lead_tokens = other, tokens
-        leader = entry.leader
-        if leader is None or leader.request.computed_tokens >= entry.lead_tokens:  # it is being loaded that far
-            return
-        leader.stop_at(entry.lead_tokens)
-        chunk = chunks.get(leader)
-        if chunk is not None and chunk.start + chunk.count > entry.lead_tokens:
-            chunks[leader] = replace(chunk, count=entry.lead_tokens - chunk.start, samples=False)
-
     def _chunk(self, entry: Entry, count: int) -> Chunk:
         request = entry.request
         room = self._room(entry, count)
@@ -310,11 +287,7 @@ class Scheduler:
         known = len(request.tokens)
         if entry.prefilling or count < entry.remaining_tokens:
             return 0
-        unsampled = min(
-            request.sampling.max_tokens - (known - len(request.prompt)),
-            self._context_tokens - known,
-        )
-        room = min(self._draft_tokens, self._draft_budget, unsampled - 1)
+        room = min(self._draft_tokens, self._draft_budget, self._limits.unsampled_tokens(request) - 1)
         if self._memory.aligns_chunks:
             # Or a state that stands on a page boundary, where alone it can be kept, would be jumped over.
             room = min(room, self._page - 1 - (known - 1) % self._page)
@@ -330,7 +303,8 @@ class Scheduler:
         if entry.aborted:
             request.finish = FinishReason.ABORT
         elif sampled is not None:
-            tokens = self._take(request, sampled)
+            tokens = self._limits.take(request, sampled)
+            self._counters.count_drafts(sampled)
         # All tokens but the last one have run through the layers as drafts.
         computed = chunk.count + max(0, len(tokens) - 1)
         self._counters.computed_tokens += computed
@@ -346,30 +320,6 @@ class Scheduler:
         logprobs = sampled.logprobs[: len(tokens)] if sampled is not None else ()
         return Output(request=request, tokens=tokens, finish=request.finish, logprobs=logprobs)
 
-    def _take(self, request: Request, sampled: Sampled) -> tuple[int, ...]:
-        """Append what was sampled, up to the token that ends the request; what lies behind that never was."""
-        if not sampled.tokens:
-            request.finish = FinishReason.ERROR
-            return ()
-        self._counters.count_drafts(sampled)
-        for taken, token in enumerate(sampled.tokens, start=1):
-            request.tokens.append(token)
-            request.finish = self._finish_reason(request, token)
-            if request.finish is not None:
-                return sampled.tokens[:taken]
-        return sampled.tokens
-
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        sampling = request.sampling
-        output_tokens = len(request.tokens) - len(request.prompt)
-        if token in sampling.stop_token_ids or (token in self._eos_token_ids and not sampling.ignore_eos):
-            return FinishReason.STOP
-        if output_tokens >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if len(request.tokens) >= self._context_tokens:
-            return FinishReason.LENGTH
-        return None
-
     def _preempt(self, entry: Entry) -> None:
         self._requeue(entry)
         self._counters.preemptions += 1
@@ -378,6 +328,7 @@ class Scheduler:
         if entry.load is not None and not entry.request.output:  # what it was counted for did not arrive
             self._counters.queried_tokens -= len(entry.request.prompt)
             self._counters.cached_tokens -= entry.request.cached_tokens
+            self._counters.loaded_tokens -= entry.loaded_tokens
             entry.admitted = False
         self._leave(entry)
         entry.request.computed_tokens = 0
@@ -399,6 +350,7 @@ class Scheduler:
         request.cached_tokens = request.computed_tokens
         self._counters.queried_tokens += len(request.prompt)
         self._counters.cached_tokens += request.cached_tokens
+        self._counters.loaded_tokens += entry.loaded_tokens
 
     # --- the cache, for publishers and metrics ------------------------------------------------------
 
@@ -419,21 +371,12 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Numbers of this moment and counts since the start."""
-        cache = self._memory.cache
-        return Stats(
+        return stats_of(
+            self._counters,
+            self._memory.cache.components,
             running=len(self._running),
             waiting=len(self._waiting),
-            used_pages=tuple(pool.used_pages for pool in cache.pools),
-            evictable_pages=tuple(component.unlocked.pages for component in cache.components),
-            total_pages=tuple(pool.total for pool in cache.pools),
-            evicted_pages=tuple(component.evicted_pages for component in cache.components),
-            queried_tokens=self._counters.queried_tokens,
-            cached_tokens=self._counters.cached_tokens,
-            computed_tokens=self._counters.computed_tokens,
-            preemptions=self._counters.preemptions,
-            drafts=self._counters.drafts,
-            drafted_tokens=self._counters.drafted_tokens,
-            accepted_tokens=tuple(self._counters.accepted_tokens),
+            below=self._memory.offload.stats() if self._memory.offload else None,
         )
 
     @property

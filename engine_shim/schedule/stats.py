@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine_shim.cache.component import Component
+from engine_shim.schedule.transit import BelowStats
 from engine_shim.types import Sampled
 
 
@@ -13,6 +16,7 @@ class Counters:
 
     queried_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
     drafts: int = 0
@@ -21,7 +25,7 @@ class Counters:
 
     def count_drafts(self, sampled: Sampled) -> None:
         """Book how a chunk's drafts fared."""
-        if not sampled.drafted:
+        if not sampled.drafted or not sampled.tokens:
             return
         self.drafts += 1
         self.drafted_tokens += sampled.drafted
@@ -37,9 +41,11 @@ class Stats:
 
     ``used_pages`` are held by requests or the tree; ``evictable_pages``, part of them, are the tree's and in
     no one's way. ``queried_tokens`` and ``cached_tokens`` are prompt tokens at first admission, those found
-    in the cache among them; ``computed_tokens`` are positions run through the layers, repeated work after
+    in the cache among them, and ``loaded_tokens`` among these what came from copies below the device;
+    ``computed_tokens`` are positions run through the layers, repeated work after
     preemptions included, drafts that did not hold left out. ``drafts`` are steps of one request with
     ``drafted_tokens`` proposed tokens in all; ``accepted_tokens[n]`` is how often the n-th of them held.
+    ``below`` is None without copies below the device.
     """
 
     running: int
@@ -50,8 +56,39 @@ class Stats:
     evicted_pages: tuple[int, ...]
     queried_tokens: int
     cached_tokens: int
+    loaded_tokens: int
     computed_tokens: int
     preemptions: int
     drafts: int
     drafted_tokens: int
     accepted_tokens: tuple[int, ...]
+    below: BelowStats | None = None
+
+
+def stats_of(
+    counters: Counters,
+    components: Sequence[Component],
+    *,
+    running: int,
+    waiting: int,
+    below: BelowStats | None = None,
+) -> Stats:
+    """The numbers as they stand now."""
+    pools = [component.pool for component in components]
+    return Stats(
+        running=running,
+        waiting=waiting,
+        used_pages=tuple(pool.used_pages for pool in pools),
+        evictable_pages=tuple(component.unlocked.pages for component in components),
+        total_pages=tuple(pool.total for pool in pools),
+        evicted_pages=tuple(component.evicted_pages for component in components),
+        queried_tokens=counters.queried_tokens,
+        cached_tokens=counters.cached_tokens,
+        loaded_tokens=counters.loaded_tokens,
+        computed_tokens=counters.computed_tokens,
+        preemptions=counters.preemptions,
+        drafts=counters.drafts,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=tuple(counters.accepted_tokens),
+        below=below,
+    )

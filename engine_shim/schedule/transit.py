@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine_shim.cache.copies import Copy
 from engine_shim.cache.radix import Receipt
-from engine_shim.cache.transfers import WritePolicy
+from engine_shim.cache.transfers import Place, WritePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,19 @@ class Flight:
     writes: list[Copy] = field(default_factory=list)
     save: Save | None = None
     load: Load | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BelowStats:
+    """What lies below the device at one moment, in pages of full attention, and counts since the start.
+
+    ``moved_pages`` count the pages of all groups, by source and target.
+    """
+
+    used_pages: dict[Place, int]
+    total_pages: dict[Place, int]
+    moved_pages: dict[tuple[Place, Place], int]
+    failed_transfers: int
 
 
 @dataclass(slots=True)
