@@ -7,7 +7,7 @@
 - work: prefill of what the rank does not hold, and loading of what lies in a lower tier there;
 - decode: how much the requests decoding there slow this one, and it them;
 - evict: the recomputation this request's blocks will cause by pushing others out;
-- move: what leaving home costs others: so many times what home saves and the other rank does not. A session is sticky
+- move: what leaving home costs others: so many times what home saves and other ranks do not. A session is sticky
   while it is warm at home, and free once it is cold there, or has no more there than a head that all ranks hold. The
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
   back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
@@ -92,11 +92,11 @@ def prices(
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
     busy = [_BUSY_SCALE * recent_seconds(rank.load, now=now) for rank in ranks]
-    move_factor = home_seconds = 0.0
+    leave_seconds = 0.0
     if home is not None:
-        home_seconds = work_seconds(home, request)
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
-        move_factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
+        factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
+        leave_seconds = _leave_seconds(home, ranks, request, factor=factor)
     credit_ratio, sibling_weight = 1.0, 0.0
     if request.home is None and request.session is not None:
         if request.session.agent:
@@ -112,10 +112,8 @@ def prices(
             if credit_ratio < 1.0:
                 move_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
             brought_seconds += move_seconds
-        elif request.loadable_tokens:
-            move_seconds = _move_seconds(rank, home, request, factor=move_factor)
         else:
-            move_seconds = move_factor * max(0.0, own_seconds - home_seconds)
+            move_seconds = 0.0 if rank.slot == home.slot else leave_seconds
         uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
         found.append(
             Price(
@@ -139,18 +137,16 @@ def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:
     return _EVICTED_RETURN_RATIO * rank.pace.factor * rank.pace.token_seconds * overflow
 
 
-def _move_seconds(rank: RankView, home: RankView, request: RouteRequest, *, factor: float) -> float:
-    """What home saves of computing is lost to others ``factor`` times, what it saves by loading no more than once: who
-    has to load at home would load there again, and finds everything on the device where it moves to.
+def _leave_seconds(home: RankView, ranks: Sequence[RankView], request: RouteRequest, *, factor: float) -> float:
+    """What home saves of computing is lost to others ``factor`` times, but for the head that all ranks hold. What it
+    saves by loading is lost no more than once: who has to load at home would load there again, and finds everything on
+    the device where it moves to.
     """
-    computing, loading_saves = _parts(rank, request)
-    home_computing, home_loading_saves = _parts(home, request)
-    saved = min(1.0, factor) * max(0.0, home_loading_saves - loading_saves)
-    return saved + factor * max(0.0, computing - home_computing)
-
-
-def _parts(rank: RankView, request: RouteRequest) -> tuple[float, float]:
-    """Prefill of all that is not on the rank's device, and what loading saves of that."""
-    uncached_tokens = request.prompt_tokens - reusable_tokens(rank, request)
-    computing = prefill_seconds(rank.pace, uncached_tokens=uncached_tokens, context_tokens=request.prompt_tokens)
-    return computing, computing - work_seconds(rank, request)
+    prompt_tokens = request.prompt_tokens
+    held_by_all = min([reusable_tokens(rank, request) for rank in ranks])
+    without, computed = (
+        prefill_seconds(home.pace, uncached_tokens=prompt_tokens - held, context_tokens=prompt_tokens)
+        for held in (held_by_all, reusable_tokens(home, request))
+    )
+    loading_saves = computed - work_seconds(home, request) if request.loadable_tokens else 0.0
+    return factor * max(0.0, without - computed) + min(1.0, factor) * loading_saves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -115,12 +115,25 @@ def computing(rank: RankView, request: RouteRequest) -> float:
     return TOKEN_SECONDS * rank.pace.factor * (request.prompt_tokens - request.reusable_tokens.get(rank.slot, 0))
 
 
+def leaving(home: RankView, ranks: Sequence[RankView], request: RouteRequest) -> float:
+    """What home saves, but for what all hold."""
+    held = request.reusable_tokens
+    return TOKEN_SECONDS * home.pace.factor * (held.get(home.slot, 0) - min(held.get(one.slot, 0) for one in ranks))
+
+
 def pair_seconds(
-    p: RankView, d: RankView, request: RouteRequest, *, move_weight: float, home: bool, at: RankView | None
+    p: RankView,
+    d: RankView,
+    request: RouteRequest,
+    *,
+    move_weight: float,
+    home: bool,
+    at: RankView | None,
+    among: Sequence[RankView],
 ) -> float:
     """The price of a pair as the page on disaggregation has it; idle ranks, no pools, no recent work.
 
-    ``home``: d is the session's home or it has none; ``at``: its prefill home, if it has one.
+    ``home``: d is the session's home or it has none; ``at``: its prefill home, if it has one, ``among`` others.
     """
     held = request.reusable_tokens
     tokens = request.prompt_tokens
@@ -132,20 +145,22 @@ def pair_seconds(
         seconds += move_weight * TRANSFER_SECONDS * held.get(request.home, 0)
     if request.prefill_home is None:
         seconds += shared_seconds(p, request)
-    if at is not None:
-        seconds += move_weight * max(0.0, computing(p, request) - computing(at, request))
+    if at is not None and at is not p:
+        seconds += move_weight * leaving(at, among, request)
     return seconds
 
 
-def alone_seconds(d: RankView, request: RouteRequest, *, move_weight: float, home: RankView | None) -> float:
+def alone_seconds(
+    d: RankView, request: RouteRequest, *, move_weight: float, home: RankView | None, among: Sequence[RankView]
+) -> float:
     own = computing(d, request)
     seconds = d.load.waiting_seconds + own
     seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     seconds += own * max(d.load.inflight - d.load.waiting, 1 if d.part.role is WorkerRole.DECODE else 0)
     if request.home is None:
         seconds += shared_seconds(d, request)
-    if home is not None:
-        seconds += move_weight * max(0.0, own - computing(home, request))
+    if home is not None and home is not d:
+        seconds += move_weight * leaving(home, among, request)
     return seconds
 
 
@@ -191,7 +206,8 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
     ]
     # A home that could not serve in this way draws nobody to itself.
     homes = {d.slot for _, d in pairs}
-    prompt_homes = {one.slot for one in ranks if one.slot in computing and one.part.handover in request.handovers}
+    prompts = [one for one in ranks if one.slot in computing and one.part.handover in request.handovers]
+    prompt_homes = {one.slot for one in prompts}
     costs: dict[tuple[int | None, int], float] = {
         (p.slot, d.slot): pair_seconds(
             p,
@@ -200,6 +216,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
             move_weight=weight,
             home=request.home not in homes or request.home == d.slot,
             at=ranks[request.prefill_home] if request.prefill_home in prompt_homes else None,
+            among=prompts,
         )
         for p, d in pairs
     } | {
@@ -208,6 +225,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
             request,
             move_weight=weight,
             home=ranks[request.home] if request.home in {one.slot for one in able} else None,
+            among=able,
         )
         for d in able
     }
