@@ -57,6 +57,8 @@ class Checker:
 
     async def check(self, info: WorkerInfo, rank: int, slot: int, *, nonce: str) -> Parity:
         """Check one rank. Whatever the worker answers, this says something and raises nothing of HTTP's."""
+        if not info.part.is_self_sufficient:
+            return Parity(Standing.UNCHECKED, "the worker answers in pairs only, prefill and decode together")
         model = info.models[0]
         body = _chat(model, nonce, tokens=_PROBE_BLOCKS * (info.block_tokens or 64))
         tokens = self.encode(model, json.dumps(body).encode())
