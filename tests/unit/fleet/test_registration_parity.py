@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from router.core.types import Engine
+from router.core.types import Engine, Handover, Part, WorkerRole
 from router.fleet.parity import Checker, Parity, Standing
 from router.fleet.worker_api import WorkerInfo
 from router.wire.kv_events import EventSource
@@ -103,6 +104,15 @@ async def test_a_worker_that_does_not_answer_is_not_checked(status: int) -> None
     found, _ = await check(lambda _: httpx.Response(status))
 
     assert found.standing is Standing.UNCHECKED
+
+
+async def test_half_of_a_pair_is_not_asked() -> None:
+    """SGLang's prefill and decode workers refuse what is sent to one of them."""
+    half = replace(info(engine=Engine.SGLANG), part=Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False))
+    found, seen = await check(cached(0, 64), worker=half)
+
+    assert (found.standing, seen) == (Standing.UNCHECKED, [])
+    assert "in pairs" in found.sentence
 
 
 async def test_without_a_tokenizer_nothing_can_be_compared() -> None:
