@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,40 @@ def test_128_questions_each_after_a_load(rank: OffloadRank, card: ModelCard) -> 
     assert rank.moved.failed_transfers == 0
     if rank.disk is not None:
         assert rank.moved.fetched_pages > 100 * PREFIX_TOKENS // 16
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_127500_tokens(decoder: Decoder, card: ModelCard) -> None:
+    """128 of 128 at the length of the published failure, asked in turn with 32 of another prefix of 30,000 tokens.
+
+    The device holds the long prefix and a question, so after each question on the other one a good part of it comes
+    back from the host.
+    """
+    long_tokens, other_tokens = 127_500, 30_000
+    rank = OffloadRank(
+        decoder,
+        page_tokens=16,
+        pool_tokens=long_tokens + 900,
+        window_pool_tokens=1024,
+        chunk_tokens=512,
+        eos_token_ids=frozenset(card.eos_token_ids),
+        record=False,
+        host_ratio=1.5,
+    )
+    started = time.monotonic()
+    long, other = haystack(long_tokens, FACTS, seed=4), haystack(other_tokens, FACTS, seed=5)
+    right = 0
+    for number, fact in enumerate(FACTS):
+        right += ask(rank, card, fact.key, long + fact.question) == [fact.value, "<|im_end|>"]
+        rank.settle()
+        if number == 0:
+            first_seconds = time.monotonic() - started
+        if number % 4 == 0:
+            assert ask(rank, card, f"other {fact.key}", other + fact.question) == [fact.value, "<|im_end|>"]
+            rank.settle()
+    rank.close()
+    seconds = time.monotonic() - started
+    print(f"{right} of 128; {first_seconds:.0f} s for the first question, {seconds:.0f} s in all, {rank.moved}")
+    assert right == 128
+    assert rank.moved.loaded_pages > 31 * other_tokens // 16
