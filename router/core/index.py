@@ -18,6 +18,8 @@ from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
 from router.core.usable import Mask, Rule, boundary, slots_of
 
+#: Events that wait for their parent are looked at again for each new prompt, no more than so many.
+_RETRIED_ORPHANS = 16
 #: For so many ranks a prompt's fate in a full pool is foretold.
 MOST_FORETOLD = 8
 
@@ -68,6 +70,14 @@ class PrefixIndex(Residency):
         if rank.orphans:  # its events may have been quicker
             self._place_orphans(rank, slot, expected)
         return ticket
+
+    def _place_orphans(self, rank: RankState, slot: int, chain: Expected) -> None:
+        """See whether those that came last are of a chain that has become known since."""
+        for parent, events in list(rank.orphans.items())[-_RETRIED_ORPHANS:]:
+            if parent in rank.orphans and self._adopt(rank, slot, events[0], chain) is not None:
+                del rank.orphans[parent]
+                for event in events:
+                    self._store_dense(rank, slot, event)
 
     def _promised(
         self, rank: RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]

@@ -3,7 +3,8 @@
 One ``Residency`` covers one model over all its ranks. A block is named by its chain key (``wire/block_keys``), which
 stands for the block and all before it; engines' own hashes are mapped onto keys through the token ids of dense events.
 Sparse groups (windows, recurrent state) name their blocks by the same hashes, often before the dense event has come:
-such names wait. So do dense blocks whose parent is not known: no position is ever guessed.
+such names wait. So do dense blocks whose parent is not known, unless a prompt in flight says where they belong
+(``core/adoption``): no position is ever guessed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, B
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
-#: Events that wait for their parent are looked at again for each new prompt, no more than so many.
-_RETRIED_ORPHANS = 16
 
 
 class Residency:
@@ -270,21 +269,13 @@ class Residency:
         if is_last and not below:
             rank.blocks -= 1
             if rank.adopted.before:
-                rank.blocks -= sum(rank.chains.lose(slot, each, below=False) for each in rank.adopted.let_go(place))
+                self._let_go(rank, slot, place)
         if not self._runs.is_held(place):
             rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
             self._note_forgotten(1)
         return key if is_last else None
 
     # --- what is placed by the prompts that were sent ----------------------------------------------
-
-    def _place_orphans(self, rank: RankState, slot: int, chain: Expected) -> None:
-        """See whether those that came last are of a chain that has become known since."""
-        for parent, events in list(rank.orphans.items())[-_RETRIED_ORPHANS:]:
-            if parent in rank.orphans and self._adopt(rank, slot, events[0], chain) is not None:
-                del rank.orphans[parent]
-                for event in events:
-                    self._store_dense(rank, slot, event)
 
     def _adopt(self, rank: RankState, slot: int, event: BlockStored, chain: Expected) -> int | None:
         """Place the event's unknown parent, and what is before it: the rank has all of that."""
@@ -304,8 +295,21 @@ class Residency:
             if rank.pool is not None:
                 rank.pool.stored(ends[held - 1] if held else None, ends[held:])
         rank.adopted.take(places[-1], places[:-1], new=places[held:-1])
+        if chain.start is None:  # a prompt was resumed here, so every group has what that takes
+            for group, rule in rank.rules.items():
+                for unit in rule.needed_at(len(units)):
+                    if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
+                        self._sparse[group].gain(slot, units[unit])
         rank.names.learn((event.parent,), places[-1:])
         return places[-1]
+
+    def _let_go(self, rank: RankState, slot: int, place: int) -> None:
+        """A place is gone, and with it what was taken over with it."""
+        for each in rank.adopted.let_go(place):
+            if (key := self._runs.key(each)) is not None:
+                for group in rank.rules:
+                    self._sparse[group].lose(slot, key)
+            rank.blocks -= rank.chains.lose(slot, each, below=False)
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""

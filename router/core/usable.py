@@ -62,6 +62,11 @@ class Rule:
             case Kind.UNUSED:
                 return end
 
+    def needed_at(self, boundary: int) -> Sequence[int]:
+        """The last units of the blocks that must be held for a boundary after so many units."""
+        end = boundary // self.stride
+        return [(block + 1) * self.stride - 1 for block in range(self.first_needed(end), end)]
+
     def kept(self, start: int, end: int, *, ends: Collection[int], keeps_all: bool) -> Sequence[int]:
         """The blocks that a request leaves in the cache of those it computes, from unit ``start`` to ``end``.
 

@@ -129,6 +129,22 @@ def test_a_head_stays_as_long_as_one_chain_over_it_does(index: PrefixIndex) -> N
     assert index.blocks(0) == 0
 
 
+def test_what_a_window_needs_is_there_where_a_prompt_was_resumed(index: PrefixIndex) -> None:
+    """A window of two blocks: the engine went on after four, so it has the last two of them; of the new ones it keeps
+    the last."""
+    index.apply(0, BlockStored((), 7, TOKENS[:2], 2, group=1, kind="sliding_window", window_tokens=5))
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    index.provisional.drop(ticket)
+
+    assert reusable(index, TOKENS[:10]) == 8
+    index.apply(0, BlockStored((name(TOKENS),), name(TOKENS[:8]), TOKENS[8:], 2, group=1, kind="sliding_window"))
+    assert reusable(index, TOKENS) == 8  # of the two blocks before twelve tokens one is lacking
+
+    index.apply(0, removed(TOKENS, 5, 4, 3))
+    assert reusable(index, TOKENS) == 0
+
+
 # --- units smaller than a block: blocks of six tokens, three units ------------------------------------------------
 
 
