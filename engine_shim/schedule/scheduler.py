@@ -169,13 +169,9 @@ class Scheduler:
         if len(sampled) != sum(chunk.samples for chunk in batch.chunks):
             raise ValueError(f"{len(sampled)} results do not fit the chunks that sample")
         self._launched = None
-        outputs: list[Output] = []
         results = iter(sampled)
-        for chunk in batch.chunks:
-            output = self._commit_chunk(chunk, next(results) if chunk.samples else None)
-            if output is not None:
-                outputs.append(output)
-        return outputs
+        outputs = [self._commit_chunk(chunk, next(results) if chunk.samples else None) for chunk in batch.chunks]
+        return [output for output in outputs if output is not None]
 
     def fail(self, batch: Batch) -> list[Output]:
         """Give up on a launched batch that the runner did not finish: its requests end with ``ERROR``.
@@ -283,14 +279,12 @@ class Scheduler:
 
     def _room(self, entry: Entry, count: int) -> int:
         """How many drafts may be tried behind the last known token, without harm to anybody."""
-        request = entry.request
-        known = len(request.tokens)
         if entry.prefilling or count < entry.remaining_tokens:
             return 0
-        room = min(self._draft_tokens, self._draft_budget, self._limits.unsampled_tokens(request) - 1)
+        room = min(self._draft_tokens, self._draft_budget, self._limits.unsampled_tokens(entry.request) - 1)
         if self._memory.aligns_chunks:
             # Or a state that stands on a page boundary, where alone it can be kept, would be jumped over.
-            room = min(room, self._page - 1 - (known - 1) % self._page)
+            room = min(room, self._page - 1 - (len(entry.request.tokens) - 1) % self._page)
         if room <= 0:
             return 0
         return max(0, self._memory.fit(entry, count + room, spare_pages=len(self._running)) - count)
@@ -318,7 +312,7 @@ class Scheduler:
         if not tokens and request.finish is None:
             return None
         logprobs = sampled.logprobs[: len(tokens)] if sampled is not None else ()
-        return Output(request=request, tokens=tokens, finish=request.finish, logprobs=logprobs)
+        return Output(request, tokens, request.finish, logprobs)
 
     def _preempt(self, entry: Entry) -> None:
         self._requeue(entry)
