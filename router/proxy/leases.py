@@ -75,7 +75,7 @@ class Leases:
         lease.allocation = self._promises.sent(member, prepared)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
-        elif counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
+        elif not is_handed and counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
             lease.promises.append(promise)
         return lease
 

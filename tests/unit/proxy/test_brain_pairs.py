@@ -13,6 +13,7 @@ from router.core.types import Engine, Handover, Part, RankId, RankStatus, Reason
 from router.fleet.fleet import Fleet
 from router.fleet.target import Target
 from router.proxy.brain import RouterBrain
+from router.proxy.prepared import PreparedRequest
 from router.proxy.types import Attempt, Outcome
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
@@ -48,11 +49,14 @@ class World:
             assert slot == number
             self.fleet.set_status(slot, RankStatus.READY)
 
-    async def ask(self, tokens: int = 1000, session: str | None = "s", **fields: Any) -> Attempt:
+    async def prepare(self, tokens: int, session: str | None = "s", **fields: Any) -> PreparedRequest:
         body = json.dumps({"model": "m", "prompt": PROMPT[:tokens], **fields}).encode()
         headers = {"x-session-id": session, "x-request-id": "r"} if session else {"x-request-id": "r"}
         request = parse_request(Endpoint.COMPLETIONS, body)
-        prepared = await self.brain.prepare(request, headers, tenant="t")
+        return await self.brain.prepare(request, headers, tenant="t")
+
+    async def ask(self, tokens: int = 1000, session: str | None = "s", **fields: Any) -> Attempt:
+        prepared = await self.prepare(tokens, session, **fields)
         assert self.brain.hold(prepared, lambda: None) is None
         return self.brain.choose(prepared)
 
@@ -143,6 +147,17 @@ async def test_the_prompt_will_be_on_both_ranks() -> None:
     assert again.decision.transfer_tokens == 200
 
 
+async def test_what_is_handed_over_counts_once_it_has_come() -> None:
+    """Until its first byte a decode rank has nothing of the prompt, while the prefill rank has taken it on."""
+    world = World(sufficient=True)
+    attempt = await world.ask(800)
+    prefill, decode = legs(attempt)
+    prepared = await world.prepare(1000)
+    assert dict(world.brain._reusable(prepared)) == {prefill: 800}
+    attempt.lease.first_byte()
+    assert dict(world.brain._reusable(prepared)) == {prefill: 800, decode: 800}
+
+
 async def test_a_failed_leg_leaves_nothing_expected() -> None:
     """Promises of a pair that failed are taken back on both ranks, and only the failed rank is counted out."""
     world = World()
@@ -201,6 +216,7 @@ async def test_explained() -> None:
     assert all(price is not None for price in prices.values())
     paired = [prices[f"w{slot}"] for slot in (prefill, decode)]
     assert sum(price.total_seconds for price in paired) == pytest.approx(noted.pair_seconds)
+    attempt.lease.first_byte()
     preview = await world.brain.preview(
         parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": PROMPT}).encode()), {}, tenant="t"
     )
