@@ -5,6 +5,9 @@ before them, and plays the same generated agent sessions. A round takes the rout
 its own; the table shows means over the rounds. What was computed and what was reused is counted by the workers, so that
 no router's own account enters.
 
+A fixed amount of work is played closed loop: where some sessions are stuck behind a crowded rank, the others have the
+rest to themselves, and half of all first tokens come soon. So read percentiles beside the mean and the seconds in all.
+
     python -m loadtest.compare --peers DIR
 
 DIR holds a virtual environment for each peer: ``smg``, ``sgr`` (sglang-router), ``vr`` (vllm-router). Absent ones are
@@ -30,7 +33,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from loadtest.processes import START_SECONDS, HomingProcess, Process, ProcessError, end_on_signals, router, running
 from loadtest.report import Report, imbalance
@@ -50,15 +53,15 @@ class Plan:
     """Workers and load. Tokens are those of the shim, whose prompts are 1/32 of the recorded ones."""
 
     ranks: int = 8
-    pool_tokens: int = 24_576
-    prefill_rate: float = 1_500.0
+    pool_tokens: int = 32_768
+    prefill_rate: float = 750.0
     lanes: int = 32
     sessions: int = 32
-    turns: int = 30
-    scale_time: str = "1/80"
+    turns: int = 24
+    scale_time: str = "1/40"
     client: str = "aiperf"
     seed: int = 1
-    rounds: int = 3
+    rounds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,10 @@ class Run:
     errors: float
     hit_rate: float
     ideal_hit_rate: float
+    ttft_mean_seconds: float
     ttft_p50_seconds: float
     ttft_p90_seconds: float
+    ttft_p99_seconds: float
     imbalance: float
     duration_seconds: float
     request_digest: str
@@ -123,8 +128,10 @@ def _run(plan: Plan, name: str, peers: Path | None, folder: Path) -> Run:
         errors=report.errors,
         hit_rate=sum(cached) / max(1, sum(prompt)),
         ideal_hit_rate=report.hit_ratio.ideal,
+        ttft_mean_seconds=report.first_token_seconds.mean,
         ttft_p50_seconds=report.first_token_seconds.p50,
         ttft_p90_seconds=report.first_token_seconds.p90,
+        ttft_p99_seconds=report.first_token_seconds.p99,
         imbalance=imbalance(computed) or 1.0,
         duration_seconds=report.duration_seconds,
         request_digest=report.request_digest,
@@ -216,15 +223,19 @@ def _free_port() -> int:
 def _words(run: Run) -> str:
     return (
         f"{run.router}: {run.requests:.0f} requests, {run.errors:.0f} errors, hit rate {run.hit_rate:.1%}, "
-        f"first token {1000 * run.ttft_p50_seconds:.0f}/{1000 * run.ttft_p90_seconds:.0f} ms, "
-        f"imbalance {run.imbalance:.2f}, {run.duration_seconds:.0f} s"
+        f"first token {_first_token_words(run)} ms, imbalance {run.imbalance:.2f}, {run.duration_seconds:.0f} s"
     )
 
 
+def _first_token_words(run: Run) -> str:
+    seconds = (run.ttft_mean_seconds, run.ttft_p50_seconds, run.ttft_p90_seconds, run.ttft_p99_seconds)
+    return "/".join(f"{1000 * one:.0f}" for one in seconds)
+
+
 def _print(rows: Sequence[Run], console: Console) -> None:
-    table = Table("router", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("requests", "errors", "hit rate", "ideal", "TTFT ms p50", "p90", "imbalance", "seconds"):
-        table.add_column(name, justify="right")
+    table = Table(Column("router", no_wrap=True), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("requests", "errors", "hit rate", "ideal", "TTFT ms mean/p50/p90/p99", "imbalance", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.router,
@@ -232,8 +243,7 @@ def _print(rows: Sequence[Run], console: Console) -> None:
             f"{row.errors:.0f}",
             f"{row.hit_rate:.1%}",
             f"{row.ideal_hit_rate:.1%}",
-            f"{1000 * row.ttft_p50_seconds:.0f}",
-            f"{1000 * row.ttft_p90_seconds:.0f}",
+            _first_token_words(row),
             f"{row.imbalance:.2f}",
             f"{row.duration_seconds:.0f}",
         )
@@ -257,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     peers: Path | None = options.pop("peers")
     target: Path | None = options.pop("json")
-    plan, console = Plan(**options), Console()
+    plan, console = Plan(**options), Console(width=110)
     names = [HOMING]
     for name, (program, *_) in PEERS.items():
         if peers is not None and (peers / program).exists():

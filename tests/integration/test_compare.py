@@ -72,9 +72,9 @@ def test_a_peer_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None
 
 def test_a_row_is_the_mean_of_a_routers_rounds() -> None:
     """Numbers are averaged, router by router, in the order of their first run."""
-    first = Run("a", 100, 0, 0.5, 0.9, 0.1, 1.0, 1.2, 10.0, "x")
-    second = Run("a", 200, 2, 0.7, 0.9, 0.3, 2.0, 1.4, 20.0, "y")
-    other = Run("b", 100, 0, 0.1, 0.9, 0.1, 1.0, 1.0, 10.0, "x")
+    first = Run("a", 100, 0, 0.5, 0.9, 0.2, 0.1, 1.0, 2.0, 1.2, 10.0, "x")
+    second = Run("a", 200, 2, 0.7, 0.9, 0.4, 0.3, 2.0, 3.0, 1.4, 20.0, "y")
+    other = Run("b", 100, 0, 0.1, 0.9, 0.2, 0.1, 1.0, 2.0, 1.0, 10.0, "x")
     rows = means([first, other, second])
 
     assert [row.router for row in rows] == ["a", "b"]
