@@ -7,6 +7,7 @@ A request waits for its prefill until its first byte, then decodes until it ends
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Claim:
     def __init__(
         self,
         load: RankLoad,
-        queue: dict[Claim, None],
+        queue: OrderedDict[Claim, None],
         joint: JointLoad | None,
         *,
         prompt_tokens: int,
@@ -82,7 +83,7 @@ class LoadBook:
         self._is_shared = is_shared
         self._loads: dict[int, RankLoad] = {}
         self._joint: dict[int, JointLoad] = {}
-        self._queues: dict[int, dict[Claim, None]] = {}
+        self._queues: dict[int, OrderedDict[Claim, None]] = {}
 
     def load(self, slot: int) -> RankLoad:
         """The slot's cell, made on first use."""
@@ -113,7 +114,7 @@ class LoadBook:
 
     def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
-        load, queue = self.load(slot), self._queues.setdefault(slot, {})
+        load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
         claim = Claim(
             load,
             queue,
