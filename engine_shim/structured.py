@@ -56,15 +56,16 @@ async def structure_of(
     if isinstance(asked, ChatRequest):
         force = forced_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False)
     guided = {name: getattr(asked, name) for name in _SINGLE_FIELDS}
-    grammar = asked_grammar(
+    named = asked_grammar(
         response_format=asked.response_format, structured_outputs=asked.structured_outputs, guided=guided
     )
-    if force is not None and grammar is not None:
-        raise ApiError("a forced tool call leaves no room for another structure", param="tool_choice")
-    grammar = force.grammar if force is not None else grammar
-    if grammar is None:
+    if force is not None:
+        if named is not None:
+            raise ApiError("a forced tool call leaves no room for another structure", param="tool_choice")
+        named = "tool_choice", force.grammar
+    if named is None:
         return Structure((None,) * answers, None)
-    param = "tool_choice" if force is not None else "structured output"
+    param, grammar = named
     if grammars is None:
         raise ApiError(f"{param}: this shim cannot hold answers to a grammar", param=param)
     if asked.ignore_eos or asked.min_tokens:
@@ -98,8 +99,8 @@ def asked_grammar(
     response_format: object,
     structured_outputs: object,
     guided: Mapping[str, object],
-) -> Grammar | None:
-    """The one grammar that these fields ask for; ``guided`` are the single ones, by name. Raises ``ApiError``."""
+) -> tuple[str, Grammar] | None:
+    """The one field that asks for a grammar, and what; ``guided`` are the single ones, by name. Raises ``ApiError``."""
     found = [(param, _single(param, value)) for param, value in guided.items() if value is not None]
     if response_format is not None and (grammar := _of_format(response_format)):
         found.append(("response_format", grammar))
@@ -108,7 +109,7 @@ def asked_grammar(
     if len(found) > 1:
         names = " and ".join(param for param, _ in found)
         raise ApiError(f"{names} exclude each other", param=found[1][0])
-    return found[0][1] if found else None
+    return found[0] if found else None
 
 
 def _of_format(value: object) -> Grammar | None:

@@ -161,8 +161,8 @@ async def test_json_formats(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"guided_regex": "(a"}, "structured output", "unclosed group"),
-        ({"guided_json": {"type": "strin"}}, "structured output", "strin"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
         ({"guided_json": 5}, "guided_json", "object"),
         ({"guided_choice": []}, "guided_choice", "list of texts"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
