@@ -10,7 +10,8 @@ import os
 
 from setuptools import setup
 
-#: What runs for each request, and for each cache event. What msgspec and pydantic read annotations of stays out.
+#: What runs for each request, and for each cache event. Left out is what msgspec reads annotations of, and
+#: ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
         "breaker cost fair_queue forecast index keys load namespaces pace pd policy provisional rank_state recency "
@@ -18,7 +19,7 @@ COMPILED = {
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
-        "answers arrival brain eager exchange forward gate holding instruments leases limits models outbound pair plane "
+        "answers arrival brain exchange forward gate holding instruments leases limits models outbound pair plane "
         "prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",

@@ -123,6 +123,9 @@ class PairAffinity:
     def __init__(self, parameters: CostParameters) -> None:
         self._parameters = parameters
 
+    def __copy__(self) -> PairAffinity:
+        return PairAffinity(self._parameters)
+
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ways = Ways.of(view, request)
         alone = alone_prices(ways.alone, request, parameters=self._parameters, now=now)
@@ -150,14 +153,12 @@ class PairAffinity:
 class PairOneByOne:
     """A policy without prices, asked twice: for the rank that answers, and for the one that computes its prompt."""
 
-    def __init__(self, name: str, parameters: CostParameters) -> None:
-        self._answers = make_policy(name, parameters)
-        self._prompts = make_policy(name, parameters)
+    def __init__(self, answers: Policy, prompts: Policy) -> None:
+        self._answers = answers
+        self._prompts = prompts
 
     def __copy__(self) -> PairOneByOne:
-        twin = object.__new__(PairOneByOne)
-        twin._answers, twin._prompts = copy(self._answers), copy(self._prompts)
-        return twin
+        return PairOneByOne(copy(self._answers), copy(self._prompts))
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ways = Ways.of(view, request)
@@ -200,7 +201,11 @@ class ByRole:
 
 def make_role_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> ByRole:
     """As ``make_policy``, for fleets whose ranks may have roles."""
-    split = PairAffinity(parameters) if name == "affinity" else PairOneByOne(name, parameters)
+    split = (
+        PairAffinity(parameters)
+        if name == "affinity"
+        else PairOneByOne(make_policy(name, parameters), make_policy(name, parameters))
+    )
     return ByRole(make_policy(name, parameters, agree=agree), split)
 
 

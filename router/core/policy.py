@@ -46,6 +46,11 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
+    def __copy__(self) -> RoundRobin:
+        twin = RoundRobin()
+        twin._turn = self._turn
+        return twin
+
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
         if not ranks:
@@ -95,6 +100,9 @@ class SessionHash:
     def __init__(self) -> None:
         self._places = Places()
 
+    def __copy__(self) -> SessionHash:
+        return SessionHash()
+
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)
         if not ranks:
@@ -115,7 +123,11 @@ class Affinity:
 
     def __init__(self, parameters: CostParameters, *, agree: bool = False) -> None:
         self._parameters = parameters
+        self._agree = agree
         self._places = Places() if agree else None
+
+    def __copy__(self) -> Affinity:
+        return Affinity(self._parameters, agree=self._agree)
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ranks = candidates(view, request)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final, cast
 
 import httptools
 
@@ -257,7 +257,7 @@ def _origin_form(target: bytes) -> bytes:
     """Path and query of a target that names the server as well (``http://host/path``); others are left alone."""
     if not target.startswith((b"http://", b"https://")):
         return target
-    url = httptools.parse_url(target)
+    url = cast("Any", httptools.parse_url(target))  # its parts may be None, which it does not declare
     return (url.path or b"/") + (b"?" + url.query if url.query else b"")
 
 
