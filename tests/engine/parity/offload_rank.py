@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class OffloadRank(ParityRank):
         batch = self.scheduler.schedule()
         if batch is None:
             assert self.scheduler.awaits_transfers, "requests wait, nothing runs and nothing moves"
+            time.sleep(0.001)
             return
         self._poison()
         try:
@@ -88,6 +90,7 @@ class OffloadRank(ParityRank):
     def settle(self) -> None:
         """Until nothing moves any more."""
         while self.scheduler.awaits_transfers:
+            time.sleep(0.001)
             self.scheduler.poll()
         self.scheduler.check_integrity()
 
