@@ -106,9 +106,10 @@ class Conversations:
 def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
     """Under any schedule of arrivals, forks, aborts, preemptions, saves and loads."""
     seen = Counter()
+    examples = 10 if decoder.config.delta_net is None else 4
 
     @settings(
-        max_examples=10 if decoder.config.delta_net is None else 4,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
