@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
@@ -62,6 +62,7 @@ def test_keys_and_values_swallow_the_space_before_them(needle: ModelCard) -> Non
 @settings(max_examples=100, deadline=None)
 def test_any_text_survives(needle: ModelCard, text: str) -> None:
     """Byte-level: text without keys and special tokens comes back byte for byte."""
+    assume(not any(part in text for part in ("<|", "key-", "val-")))
     assert needle.tokenizer.decode(needle.tokenizer.encode(text).ids) == text
 
 

@@ -86,12 +86,18 @@ class ForecastMachine(RuleBasedStateMachine):
         self.waiting: list[tuple[str, Allocation, Ticket]] = []
         self.scheduled: list[tuple[str, Allocation, Ticket]] = []  # what their events say is under way
         self.running: list[tuple[str, Allocation, Ticket]] = []
+        self.unpromised: dict[Ticket, int] = {}  # blocks that were there when a request was sent
 
     @rule(prompt=PROMPTS)
     def send(self, prompt: str) -> None:
         keys = keys_of(prompt)
         ticket = self.index.promise(0, keys, prompt_tokens=len(tokens_of(prompt)) + 1)
         self.waiting.append((prompt, self.pool.sent(keys, blocks=len(keys) + 1), ticket))
+        self.unpromised[ticket] = self.resident(keys)
+
+    def resident(self, keys: list[int]) -> int:
+        held = self.index.residency(0)[-1]
+        return next((at for at, key in enumerate(keys) if key not in held), len(keys))
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -141,6 +147,8 @@ class ForecastMachine(RuleBasedStateMachine):
         engine = deepcopy(self.engine)
         if not all(engine.schedule(prompt) for prompt, _, _ in self.waiting):
             return  # one will have to wait until another ends: nobody knows which
+        if any(self.resident(keys_of(prompt)) < self.unpromised[ticket] for prompt, _, ticket in self.waiting):
+            return  # what one had found has gone: that it will be computed again, nothing has promised
         for prompt in CONVERSATIONS:
             found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
             assert found == BLOCK * engine.hit(prompt), prompt
