@@ -66,10 +66,10 @@ class Holders:
         self._set_bits(slot, 0)
 
     def cut_to(self, length: int) -> Iterator[tuple[int, int]]:
-        """Nobody holds anything from ``length`` on. Yields each slot that did, with how many blocks."""
+        """Nobody holds anything from ``length`` on. Yields each slot that did, with those blocks as bits."""
         for slot in [slot for slot, cut in self.cuts.items() if cut > length] + list(self.odd):
             bits = self.bits(slot)
-            if lost := (bits >> length).bit_count():
+            if lost := bits >> length:
                 self._set_bits(slot, bits & (1 << length) - 1)
                 yield slot, lost
 
@@ -301,7 +301,7 @@ class Chains:
         """Forget up to ``count`` blocks: the oldest run's last branch first, from its end, so that no block is left
         without the ones before it.
 
-        Yields the keys of each stretch, and how many device blocks each slot held of it.
+        Yields the keys of each stretch, and which of them each slot held on its device, as bits.
         """
         while count > 0 and self._firsts:
             run = next(iter(self._firsts.values()))

@@ -112,11 +112,13 @@ class Pool:
 
     # --- events ---------------------------------------------------------------------------------------
 
-    def stored(self, parent: int | None, keys: Sequence[int]) -> None:
-        """The rank stored blocks, with the last of them all that the first has that waits for it."""
+    def stored(self, parent: int | None, keys: Sequence[int], *, new: int | None = None) -> None:
+        """The rank stored blocks, the last ``new`` of which it did not have (None: all); with the last of them all that
+        the first request has that waits for it.
+        """
         if not keys:
             return
-        self._order.add(parent, keys)
+        self._order.add(parent, keys, new=len(keys) if new is None else new)
         self._forecast = None
         if waiting := self._awaited.get(keys[-1]):
             allocation = waiting[0]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 #: Stands for the seed of a text without an extra key.
 PLAIN = 0
+_FEW = 65536
 
 
 class Namespaces:
@@ -17,9 +18,15 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._alike: dict[int, dict[int, int]] = {}
+        self._most = _FEW
 
     def __bool__(self) -> bool:
         return bool(self._alike)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it is time to ``forget``: far more is kept than was needed last."""
+        return len(self._alike) > self._most
 
     def learn(self, plain: Sequence[int], own: Sequence[int], *, seed: int) -> None:
         """A prompt was sent under ``seed``. ``plain`` are its keys as its events alone would have them."""
@@ -56,3 +63,4 @@ class Namespaces:
         gone = [key for key, alike in self._alike.items() if not any(map(is_known, alike.values()))]
         for key in gone:
             del self._alike[key]
+        self._most = max(_FEW, 2 * len(self._alike))

@@ -17,6 +17,8 @@ from router.wire.kv_events import BlockStored, EngineHash
 MAX_ORPHANS = 4096
 #: Names of sparse blocks that wait for their dense event, per rank.
 MAX_UNNAMED = 65536
+#: Of those that wait for one parent or one name.
+MAX_ALIKE = 256
 
 
 @dataclass(slots=True)
@@ -102,11 +104,56 @@ class RankState:
     keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
+    _parent_of: dict[EngineHash, EngineHash] = field(default_factory=dict)  # what the blocks of orphans wait for
 
+    # --- blocks whose parent or name is not known yet ------------------------------------------------
 
-def bound(waiting: dict[EngineHash, list[BlockStored]] | dict[EngineHash, list[int]], limit: int) -> None:
-    if len(waiting) > limit:
-        waiting.pop(next(iter(waiting)))
+    def wait_for_parent(self, parent: EngineHash, event: BlockStored) -> None:
+        """Keep an event until its parent is stored. The oldest wait is given up where there are too many."""
+        waiting = self.orphans.setdefault(parent, [])
+        if len(waiting) < MAX_ALIKE:
+            waiting.append(event)
+            self._parent_of.update(dict.fromkeys(event.hashes, parent))
+        if len(self.orphans) > MAX_ORPHANS:
+            self.take_orphans(next(iter(self.orphans)))
+
+    def take_orphans(self, parent: EngineHash) -> Sequence[BlockStored]:
+        """The events that wait for a parent; they wait no longer."""
+        events = self.orphans.pop(parent, ())
+        for event in events:
+            for name in event.hashes:
+                self._parent_of.pop(name, None)
+        return events
+
+    def drop_orphan(self, name: EngineHash) -> None:
+        """A block that waits was removed, and with it those stored beside it."""
+        parent = self._parent_of.get(name)
+        if parent is not None:
+            for event in self.take_orphans(parent):
+                if name not in event.hashes:
+                    self.wait_for_parent(parent, event)
+
+    def wait_for_name(self, name: EngineHash, group: int) -> None:
+        """Keep that a sparse group has a block, until a dense event names it."""
+        waiting = self.unnamed.setdefault(name, [])
+        if len(waiting) < MAX_ALIKE:
+            waiting.append(group)
+        if len(self.unnamed) > MAX_UNNAMED:
+            del self.unnamed[next(iter(self.unnamed))]
+
+    def drop_unnamed(self, name: EngineHash, group: int) -> None:
+        """A sparse group has lost a block that waits for its name."""
+        waiting = self.unnamed.get(name, [])
+        if group in waiting:
+            waiting.remove(group)
+            if not waiting:
+                del self.unnamed[name]
+
+    def forget_waits(self) -> None:
+        """Nothing is waited for."""
+        self.orphans.clear()
+        self.unnamed.clear()
+        self._parent_of.clear()
 
 
 def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> array[int]:

@@ -56,11 +56,15 @@ class Recency:
     def __iter__(self) -> Iterator[Stretch]:
         return iter(self._order)
 
-    def add(self, parent: int | None, keys: Sequence[int]) -> None:
-        """Blocks were stored behind ``parent``, which is a use."""
-        if self._gone:
-            self._gone.difference_update(keys)
-        known = self.use(keys) if keys[0] in self._by_first else 0
+    def add(self, parent: int | None, keys: Sequence[int], *, new: int) -> None:
+        """Blocks were stored behind ``parent``, which is a use. The last ``new`` of them the rank did not have."""
+        if self._gone and (back := self._gone.intersection(keys)):  # they stand in their stretches still
+            self._gone -= back
+            new -= len(back)
+        if new <= 0:
+            self.use(keys)
+            return
+        known = self.use(keys) if keys[0] in self._by_first else len(keys) - new
         if known == len(keys):
             return
         if known:
@@ -95,7 +99,9 @@ class Recency:
         return sum(count for _, count in path)
 
     def remove(self, key: int) -> None:
-        """The rank gave a block up. Tails go first; one that went out of turn is let go of with the block behind it."""
+        """The rank gave up a block that it had. Tails go first; one that went out of turn is let go of with the block
+        behind it.
+        """
         stretch = self._by_last.pop(key, None)
         if stretch is None:
             self._gone.add(key)
@@ -107,7 +113,9 @@ class Recency:
         if stretch.keys:
             self._by_last[stretch.keys[-1]] = stretch
         else:
-            del self._by_first[first], self._order[stretch]
+            del self._order[stretch]
+            if self._by_first.get(first) is stretch:
+                del self._by_first[first]
 
     def clear(self) -> None:
         """Nothing is held."""

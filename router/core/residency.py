@@ -19,7 +19,7 @@ from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
 from router.core.provisional import DENSE, Provisional
-from router.core.rank_state import MAX_ORPHANS, MAX_UNNAMED, Names, RankState, bound, keys_of_event
+from router.core.rank_state import Names, RankState, keys_of_event
 from router.core.tables import CopyTable
 from router.core.usable import Geometry, Kind, rule_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
@@ -65,22 +65,28 @@ class Residency:
         rank.chains.clear(slot)
         for table in self._sparse.values():
             table.clear(slot)
-        rank.blocks = 0
+        held, rank.blocks = rank.blocks, 0
         if rank.pool is not None:
             rank.pool.cleared()
-        rank.orphans.clear()
+        rank.forget_waits()
         rank.adopted.before.clear()
-        rank.unnamed.clear()
-        self._sweep()
+        if any(table.masks for table in self._sparse.values()):
+            self.sweep()  # before names lose the places that tell what sparse groups still hold
+        else:
+            for chains in self._chains.values():
+                chains.trim()
+            self._note_forgotten(held)
 
     # --- events -----------------------------------------------------------------------------------
 
     def apply(self, slot: int, event: Event) -> None:
         """Apply one event of a rank. Unknown events, and blocks that lie on another machine, are passed over."""
         match event:
+            case BlockStored() if event.locality == REMOTE:
+                pass
             case BlockStored() if event.medium == GPU:
                 self._store(slot, event)
-            case BlockStored() if event.locality != REMOTE:
+            case BlockStored():
                 self._store_lower(slot, event)
             case BlockRemoved() if event.locality != REMOTE:
                 self._remove(slot, event)
@@ -139,25 +145,22 @@ class Residency:
             parent = next((place for place in adopted if place is not None), None)
             parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
-            rank.orphans.setdefault(event.parent, []).append(event)
-            bound(rank.orphans, MAX_ORPHANS)
+            rank.wait_for_parent(event.parent, event)
             return
         if event.lora_name:
             self.adapters.add(event.lora_name)
         keys: Sequence[int] = keys_of_event(event, parent_key, unit_tokens=self.block_tokens)
         if self.namespaces:
             parent, keys = self._claim(rank, slot, event, parent, keys)
-        if (excess := len(self) + len(keys) - self.max_blocks) > 0:
-            self._evict(excess)
-            if parent is not None and self._runs.key(parent) is None:  # it had to go itself
-                return
+        if not self._make_room(parent, len(keys)):
+            return
         before = None if parent is None else self._runs.key(parent)
         new, places = rank.chains.extend(slot, parent, keys)
         rank.blocks += new
         rank.applied_blocks += len(keys)
         rank.names.learn(event.hashes, places, keeps_others=bool(self.namespaces))
         if rank.pool is not None:
-            rank.pool.stored(before, keys)
+            rank.pool.stored(before, keys, new=new)
         self.provisional.confirm(slot, DENSE, keys)
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
@@ -173,17 +176,25 @@ class Residency:
         places = rank.names.all_places(event.parent)
         return next(((place, claimed) for place in places if self._runs.key(place) == own), (parent, keys))
 
+    def _make_room(self, parent: int | None, blocks: int) -> bool:
+        """Forget what does not fit beside so many more. False: they cannot come in, or not behind ``parent`` now."""
+        if blocks > self.max_blocks:
+            return False
+        if (excess := len(self) + blocks - self.max_blocks) > 0:
+            self._evict(excess)
+        return parent is None or self._runs.key(parent) is not None
+
     def _evict(self, count: int) -> None:
         """Forget the longest known tails, on all ranks: what is left is true, only less."""
         forgotten = 0
         for chains in self._chains.values():
             for keys, lost in chains.evict(count - forgotten):
                 forgotten += len(keys)
-                for slot, blocks in lost.items():
+                for slot, bits in lost.items():
                     rank = self._ranks[slot]
-                    rank.blocks -= blocks
+                    rank.blocks -= bits.bit_count()
                     if rank.pool is not None:
-                        rank.pool.removed(keys, copies=0)
+                        rank.pool.removed([key for at, key in enumerate(keys) if bits >> at & 1], copies=0)
                 for table in self._sparse.values():
                     for key in keys:
                         table.discard(key)
@@ -199,8 +210,7 @@ class Residency:
                 table.gain(slot, key)
                 self.provisional.confirm(slot, event.group, (key,))
             else:
-                rank.unnamed.setdefault(name, []).append(event.group)
-                bound(rank.unnamed, MAX_UNNAMED)
+                rank.wait_for_name(name, event.group)
 
     def _note_keeping(self, rank: RankState, event: BlockStored) -> None:
         """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
@@ -220,7 +230,8 @@ class Residency:
             key = None if parent is None else self._runs.key(parent)
             if key is not None or event.parent is None:
                 keys = keys_of_event(event, key, unit_tokens=self.block_tokens)
-                rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, below=True)[1])
+                if self._make_room(parent, len(keys)):
+                    rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, below=True)[1])
                 return
         for place in known:
             if place is not None and self._runs.key(place) is not None:
@@ -241,12 +252,12 @@ class Residency:
                 self._lose_sparse(rank, slot, name, event.group)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
-        key = self._key(rank, name)
+        key, table = self._key(rank, name), self._sparse[group]
+        alike = () if key is None else self.namespaces.alike(key)
+        key = next((each for each in alike if table.masks.get(each, 0) & rank.bit), None)
         if key is None:
-            self._remove_waiting(rank, name, group)
+            rank.drop_unnamed(name, group)
             return
-        table = self._sparse[group]
-        key = next((each for each in self.namespaces.alike(key) if table.masks.get(each, 0) & rank.bit), key)
         table.lose(slot, key)
         if name in rank.names.strays and not self._is_sparse(key):
             del rank.names.strays[name]
@@ -258,13 +269,16 @@ class Residency:
             if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
                 self._lose_sparse(rank, slot, name, TAILS)
             else:
-                self._drop_orphan(rank, name)
+                rank.drop_orphan(name)
             return None
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
             alike = [each for each in self.namespaces.alike(key) if each in places]
             key = next((each for each in alike if self._runs.holds(slot, places[each], below=below)), key)
             place = places[key]
+        if rank.orphans and not self._runs.holds(slot, place, below=below):  # another rank gave it the name
+            rank.drop_orphan(name)
+            return None
         is_last = rank.chains.lose(slot, place, below=below)
         if is_last and not below:
             rank.blocks -= 1
@@ -293,7 +307,7 @@ class Residency:
             rank.blocks += new
             places += added
             if rank.pool is not None:
-                rank.pool.stored(ends[held - 1] if held else None, ends[held:])
+                rank.pool.stored(ends[held - 1] if held else None, ends[held:], new=new)
         rank.adopted.take(places[-1], places[:-1], new=places[held:-1])
         if chain.start is None:  # a prompt was resumed here, so every group has what that takes
             for group, rule in rank.rules.items():
@@ -309,7 +323,10 @@ class Residency:
             if (key := self._runs.key(each)) is not None:
                 for group in rank.rules:
                     self._sparse[group].lose(slot, key)
-            rank.blocks -= rank.chains.lose(slot, each, below=False)
+                if rank.chains.lose(slot, each, below=False):
+                    rank.blocks -= 1
+                    if rank.pool is not None:
+                        rank.pool.removed((key,), copies=0)
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""
@@ -339,23 +356,8 @@ class Residency:
                     self._sparse[group].gain(slot, key)
                     self.provisional.confirm(slot, group, (key,))
         for name in names:
-            for event in rank.orphans.pop(name, ()):
+            for event in rank.take_orphans(name):
                 self._store_dense(rank, slot, event)
-
-    def _remove_waiting(self, rank: RankState, name: EngineHash, group: int) -> None:
-        waiting = rank.unnamed.get(name, [])
-        if group in waiting:
-            waiting.remove(group)
-            if not waiting:
-                del rank.unnamed[name]
-
-    def _drop_orphan(self, rank: RankState, name: EngineHash) -> None:
-        for parent, events in list(rank.orphans.items()):
-            kept = [event for event in events if name not in event.hashes]
-            if kept:
-                rank.orphans[parent] = kept
-            else:
-                del rank.orphans[parent]
 
     # --- names --------------------------------------------------------------------------------------
 
@@ -369,9 +371,9 @@ class Residency:
     def _note_forgotten(self, count: int) -> None:
         self._forgotten += count
         if self._forgotten > len(self) // 4 + 4096:
-            self._sweep()
+            self.sweep()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Let go of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
         self._forgotten = 0
         for names in self._names.values():

@@ -179,12 +179,12 @@ class EventStream:
         self._metrics.event_lag.observe(max(0.0, self._wall_clock() - batch.timestamp))
         return Message(sequence, batch)
 
-    def _count_damage(self, error: WireError) -> None:
+    def _count_damage(self, error: Exception) -> None:
         self._metrics.event_damage.labels(*self._labels).inc()
         now = self._clock()
         if now - self._last_damage_log_at >= _LOG_EVERY_SECONDS:
             self._last_damage_log_at = now
-            self._log.warning("cache event message not understood", reason=str(error))
+            self._log.warning("cache event message not understood", reason=repr(error))
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
@@ -195,10 +195,8 @@ class EventStream:
         is_kept = True
         for action in actions:
             match action:
-                case Apply(batch):
-                    is_kept &= self._picture.apply(self._slot, batch, now=self._clock())
-                case Load(snapshot):
-                    is_kept &= self._picture.load_snapshot(self._slot, snapshot, now=self._clock())
+                case Apply() | Load():
+                    is_kept &= self._bring_in(action)
                 case Clear(cause):
                     self._log.info("cache picture thrown away", cause=str(cause))
                     self._picture.clear(self._slot, cause)
@@ -210,6 +208,16 @@ class EventStream:
                     self._start(action)
         if not is_kept:
             self._feed(Discarded())
+
+    def _bring_in(self, action: Apply | Load) -> bool:
+        try:
+            if isinstance(action, Apply):
+                return self._picture.apply(self._slot, action.batch, now=self._clock())
+            return self._picture.load_snapshot(self._slot, action.snapshot, now=self._clock())
+        except Exception as error:  # noqa: BLE001 - the boundary: what one worker says must not end the router
+            self._count_damage(error)
+            self._picture.clear(self._slot, Cause.DAMAGE)
+            return True
 
     def _start(self, ask: AskReplay | AskSnapshot) -> None:
         assert self._tasks is not None, "the machine asks only while the stream runs"

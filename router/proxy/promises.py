@@ -70,6 +70,8 @@ class Promises:
             index.namespaces.learn(plain, keys, seed=prepared.seed)
         elif index.namespaces:
             index.namespaces.learn(keys, keys, seed=PLAIN)
+        if index.namespaces.is_crowded:
+            index.sweep()
 
     def prompt(self, member: Member, prepared: PreparedRequest) -> Promise | None:
         """The prompt's blocks will be on this rank."""

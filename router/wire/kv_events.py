@@ -12,9 +12,10 @@ Source: vLLM ``distributed/kv_events.py``, SGLang ``disaggregation/kv_events.py`
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -30,6 +31,8 @@ REPLAY_END: Final = b"\xff" * 8
 GPU: Final = "GPU"
 REMOTE: Final = "REMOTE"
 _U64 = (1 << 64) - 1
+_MAX_BLOCK_TOKENS = 1 << 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,47 +214,56 @@ def _event(raw: object) -> Event:
             case "BlockRemoved":
                 return BlockRemoved(
                     hashes=_hashes(raw["block_hashes"]),
-                    medium=raw.get("medium") or GPU,
-                    group=int(raw.get("group_idx") or 0),
-                    locality=raw.get("locality"),
+                    medium=_optional(raw, "medium", str) or GPU,
+                    group=_optional(raw, "group_idx", int) or 0,
+                    locality=_optional(raw, "locality", str),
                 )
             case "AllBlocksCleared":
                 return AllBlocksCleared()
             case other:
                 return UnknownEvent(other)
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise WireError(f"damaged {raw['type']}: {error!r}") from error
 
 
 def _stored(raw: dict[str, Any]) -> BlockStored:
     token_ids = raw["token_ids"]
-    if token_ids and isinstance(token_ids[0], list | tuple):  # EAGLE bigram pages: (t[i], t[i+1])
+    if token_ids and isinstance(token_ids[0], list):  # EAGLE bigram pages: (t[i], t[i+1])
         token_ids = [pair[0] for pair in token_ids]
-    block_tokens = int(raw["block_size"])
-    if block_tokens <= 0:
-        raise ValueError(f"block_size {block_tokens}")
+    block_tokens = raw["block_size"]
+    if not isinstance(block_tokens, int) or not 0 < block_tokens <= _MAX_BLOCK_TOKENS:
+        raise ValueError(f"block_size {block_tokens!r}")
     parent = raw.get("parent_block_hash")
-    extra = raw.get("extra_keys")
+    extra = _optional(raw, "extra_keys", list)
+    if not all(keys is None or isinstance(keys, list) for keys in extra or ()):
+        raise TypeError("extra_keys are a list for each block, or nil")
     return BlockStored(
         hashes=_hashes(raw["block_hashes"]),
         parent=None if parent is None else _hash(parent),
-        token_ids=token_ids,
+        token_ids=array("I", token_ids),  # 32 bits, or it is none
         block_tokens=block_tokens,
-        medium=raw.get("medium") or GPU,
-        group=int(raw.get("group_idx") or 0),
-        kind=raw.get("kv_cache_spec_kind"),
-        window_tokens=raw.get("kv_cache_spec_sliding_window"),
+        medium=_optional(raw, "medium", str) or GPU,
+        group=_optional(raw, "group_idx", int) or 0,
+        kind=_optional(raw, "kv_cache_spec_kind", str),
+        window_tokens=_optional(raw, "kv_cache_spec_sliding_window", int),
         lora_name=_adapter(raw),
-        cache_salt=raw.get("cache_salt"),
+        cache_salt=_optional(raw, "cache_salt", str),
         extra_keys=None if extra is None else tuple(extra),
-        locality=raw.get("locality"),
+        locality=_optional(raw, "locality", str),
     )
+
+
+def _optional(raw: Mapping[str, Any], name: str, kind: type[_T]) -> _T | None:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is of type {type(value).__name__}")
+    return value
 
 
 def _adapter(raw: Mapping[str, Any]) -> str | None:
     """An adapter's name. Older releases of vLLM give its number only: no prompt's, but not the base model's either."""
-    number = raw.get("lora_id")
-    return raw.get("lora_name") or (None if number is None else f"lora_id={number}")
+    number = _optional(raw, "lora_id", int)
+    return _optional(raw, "lora_name", str) or (None if number is None else f"lora_id={number}")
 
 
 def _hashes(raw: Sequence[object]) -> tuple[EngineHash, ...]:

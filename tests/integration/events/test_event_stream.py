@@ -20,7 +20,7 @@ from router.settings import RoutingSettings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, EventSource, Snapshot
+from router.wire.kv_events import AllBlocksCleared, BlockStored, Event, EventBatch, EventSource, Snapshot
 from tests.fakes.kv_publisher import BLOCK_TOKENS, KvPublisher, removed, stored
 
 TIMES = StreamTimes(replay_idle=0.3, replay_total=5.0, check_every=60.0, between_asks=0.01)
@@ -329,3 +329,29 @@ async def test_a_long_replay_leaves_the_loop_to_others(consumer: Consumer, publi
             seen.add(consumer.count("kv_events", type="BlockStored"))
             await asyncio.sleep(0)
     assert len(seen) > 10
+
+
+async def test_a_fault_of_the_index_costs_one_rank_its_picture(
+    consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever an event does to the index: the stream goes on, the damage is counted, and what comes next counts."""
+    consumer.follow(await publisher.start())
+    await publisher.subscribed()
+    await publisher.publish(stored(0))
+    await consumer.joined()
+    await consumer.until({0})
+    index = consumer.fleet.indexes("m")[0]
+    apply = index.apply
+
+    def trip(slot: int, event: Event) -> None:
+        monkeypatch.setattr(index, "apply", apply)
+        raise KeyError(slot)
+
+    monkeypatch.setattr(index, "apply", trip)
+    await publisher.publish(stored(1))
+    await consumer.until(set())
+    await publisher.publish(stored(2))
+    await consumer.until({2})
+
+    assert consumer.count("kv_event_decode_errors") == 1
+    assert "KeyError" in consumer.log.getvalue()

@@ -99,7 +99,7 @@ def test_a_refused_reset_is_none(tmp_path: Path) -> None:
 
 def test_what_a_tape_writes_is_read_back(tmp_path: Path) -> None:
     """Frames with their arrival and rank, requests with their times, and the engine's geometry."""
-    event = BlockStored((1, 2), None, [5, 6, 7, 8], 2)
+    event = BlockStored((1, 2), None, array("I", [5, 6, 7, 8]), 2)
     now = iter(range(10, 100))
     with Tape("t", tmp_path, clock=lambda: float(next(now))) as tape:
         tape.note("note", engine="sglang", geometry={"block_size": 2, "attention_chunk_size": 64})

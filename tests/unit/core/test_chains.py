@@ -94,7 +94,8 @@ class ChainsMachine(RuleBasedStateMachine):
         for keys, lost in self.chains.evict(count):
             stretch = [by_key[key] for key in keys]
             for slot in SLOTS:
-                assert lost.get(slot, 0) == sum(self.held[slot, False, prefix] > 0 for prefix in stretch)
+                held = [self.held[slot, False, prefix] > 0 for prefix in stretch]
+                assert [bool(lost.get(slot, 0) >> at & 1) for at in range(len(stretch))] == held
             for prefix in stretch:
                 assert not any(self.known(longer) for longer in self.places if longer[:-1] == prefix)
             gone.update(stretch)

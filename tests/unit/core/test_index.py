@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.index import PrefixIndex
-from router.core.rank_state import MAX_ORPHANS
+from router.core.rank_state import MAX_ALIKE, MAX_ORPHANS
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -227,3 +227,57 @@ def test_a_provisional_window_counts_at_the_prompts_end_only(index: PrefixIndex)
 
     assert reusable(index) == {0: 12}
     assert reusable(index, (*TOKENS[:6], 1, 1)) == {}
+
+
+def test_a_late_block_that_another_rank_has_named_is_dropped_where_it_goes(index: PrefixIndex) -> None:
+    """Its name is known by then, and still it only waits on the first rank: removed, it must not turn up later."""
+    index.apply(0, stored(1, 1))
+    index.apply(1, stored(0, 1))
+    index.apply(0, BlockRemoved(hashes=(1,)))
+    index.apply(0, stored(0, 0))
+
+    assert reusable(index) == {0: 2, 1: 4}
+
+
+def test_a_late_window_that_another_rank_has_named_is_dropped_where_it_goes(index: PrefixIndex) -> None:
+    """The same for blocks of sparse groups."""
+    window = BlockStored((0,), None, TOKENS[:2], 2, group=0, kind="sliding_window", window_tokens=3)
+    dense = BlockStored((0,), None, TOKENS[:2], 2, group=1, kind="full_attention")
+    index.apply(0, window)
+    for event in (window, dense):
+        index.apply(1, event)
+    index.apply(0, BlockRemoved(hashes=(0,), group=0))
+    index.apply(0, dense)
+
+    assert reusable(index) == {1: 2}
+
+
+def test_what_lies_on_another_machine_is_not_on_the_device(index: PrefixIndex) -> None:
+    """Whatever medium it lies in there."""
+    event = stored(0, 5)
+    index.apply(0, BlockStored(event.hashes, None, event.token_ids, 2, locality="REMOTE"))
+
+    assert reusable(index) == {}
+
+
+def test_nothing_that_waits_grows_without_bound(index: PrefixIndex) -> None:
+    """One parent, or one name, that never comes."""
+    for number in range(3 * MAX_ALIKE):
+        index.apply(0, BlockStored((10**6 + number,), 10**7, (1, number), 2))
+        index.apply(0, BlockStored((5,), None, (1, 2), 2, group=7, kind="mamba"))
+
+    assert index.orphans(0) == MAX_ALIKE
+    assert len(index._ranks[0].unnamed[5]) == MAX_ALIKE
+
+
+def test_lower_tiers_and_long_events_keep_the_bound() -> None:
+    """What does not fit whole does not come in."""
+    index = PrefixIndex(block_tokens=2, max_blocks=4)
+    index.add_rank(0, domain="engine")
+    index.apply(0, stored(0, 5))
+    assert len(index) == 0
+
+    for first in range(10):
+        tokens = (first, first, first, first)
+        index.apply(0, BlockStored((10 * first, 10 * first + 1), None, tokens, 2, medium="CPU"))
+    assert len(index) == 4

@@ -152,7 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
     def nothing_outlives_its_blocks(self) -> None:
         """An index that holds nothing has no copy counts and, after a sweep, no names or links."""
         if hasattr(self, "held") and not any(count > 0 for held in self.held.values() for count in held.values()):
-            self.index._sweep()
+            self.index.sweep()
             assert not any(table.masks or table._more for table in self.index._sparse.values())
             assert not any(chains._firsts or chains._copies for chains in self.index._chains.values())
             assert not self.index._runs.by_number

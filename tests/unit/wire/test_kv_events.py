@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 
 import msgspec
 import pytest
@@ -59,7 +60,7 @@ def test_sglang_names_blocks_by_signed_numbers() -> None:
             BlockStored(
                 hashes=(5674439469042975057,),
                 parent=-3488128144981237669 % U64,
-                token_ids=[5, 6, 7, 8],
+                token_ids=array("I", [5, 6, 7, 8]),
                 block_tokens=4,
                 cache_salt="s",
                 lora_name="a",
@@ -95,7 +96,7 @@ def test_older_releases_send_arrays() -> None:
 
     assert isinstance(event, BlockStored)
     assert event.hashes == (-3488128144981237669 % U64,)
-    assert (event.parent, event.token_ids, event.block_tokens) == (None, [1, 2, 3, 4], 4)
+    assert (event.parent, event.token_ids, event.block_tokens) == (None, array("I", [1, 2, 3, 4]), 4)
 
 
 def test_an_adapter_known_by_number_only_is_not_the_base_model() -> None:
@@ -123,7 +124,7 @@ def test_eagle_pages_carry_pairs() -> None:
     (event,) = decode_batch(msgspec.msgpack.encode([1.0, [{**raw, "block_size": 2}], None])).events
 
     assert isinstance(event, BlockStored)
-    assert event.token_ids == [1, 2]
+    assert list(event.token_ids) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -208,3 +209,39 @@ def test_sources_are_read_as_vllm_writes_them() -> None:
 
     assert [source.rank for source in sources] == [1, 2]
     assert sources[0].replay_endpoint == "tcp://*:5657"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"token_ids": [-1, 2]},
+        {"token_ids": [1 << 32, 2]},
+        {"token_ids": ["a", 2]},
+        {"token_ids": [1.5, 2]},
+        {"token_ids": [[]]},
+        {"token_ids": 7},
+        {"token_ids": None},
+        {"block_size": 1 << 40},
+        {"block_size": "2"},
+        {"block_size": None},
+        {"extra_keys": [7]},
+        {"extra_keys": 7},
+        {"cache_salt": 7},
+        {"lora_name": 7},
+        {"lora_id": "seven"},
+        {"medium": 7},
+        {"locality": 7},
+        {"group_idx": "7"},
+        {"kv_cache_spec_kind": 7},
+        {"kv_cache_spec_sliding_window": 1.5},
+        {"parent_block_hash": "abc"},
+        {"block_hashes": 7},
+    ],
+)
+def test_a_field_of_another_type_is_damage(damage: dict[str, object]) -> None:
+    """Nothing that the index could trip over gets past the decoder."""
+    raw = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
+    decode_batch(msgspec.msgpack.encode([1.0, [raw], 0]))
+
+    with pytest.raises(WireError):
+        decode_batch(msgspec.msgpack.encode([1.0, [raw | damage], 0]))
