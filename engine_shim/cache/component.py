@@ -153,6 +153,18 @@ class Component:
         self.evicted_pages += len(pages)
         self._events.removed(self.index, hashes)
 
+    def tail(self, node: Node, extent: int) -> list[int]:
+        """The last ``extent`` pages, or the state, that it has up to the end of a node; none if some is missing."""
+        tail: list[int] = []
+        for above in node.path():
+            if len(tail) >= extent:
+                break
+            pages = above.held[self.index]
+            if pages is None:
+                return []
+            tail[:0] = pages
+        return tail[len(tail) - extent :]
+
 
 class WindowComponent(Component):
     """Sliding-window layers: only the last window before a boundary matters to whoever resumes there."""

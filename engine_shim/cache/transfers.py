@@ -11,7 +11,7 @@ has landed. Until then every page that a transfer reads or writes is kept for it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -59,6 +59,18 @@ class Landing:
 
     id: int
     whole: bool
+
+
+def moves_of(items: Iterable[tuple[int, int, int, int]]) -> tuple[Move, ...]:
+    """(group, source, target, name) of each page, gathered by group."""
+    groups: dict[int, list[tuple[int, int, int]]] = {}
+    for group, source, target, name in items:
+        groups.setdefault(group, []).append((source, target, name))
+    moves = []
+    for group, pages in groups.items():
+        sources, targets, names = zip(*pages, strict=True)
+        moves.append(Move(group, sources, targets, names))
+    return tuple(moves)
 
 
 class LoadError(RuntimeError):

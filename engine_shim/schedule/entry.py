@@ -57,6 +57,12 @@ class Entry:
     fetches: set[int] = field(default_factory=set)
 
     @property
+    def receipt_held(self) -> Receipt:
+        """The receipt of a request that holds pages."""
+        assert self.receipt is not None, "only an admitted request holds pages"
+        return self.receipt
+
+    @property
     def remaining_tokens(self) -> int:
         """Positions known and not computed; one for a request that decodes."""
         return len(self.request.tokens) - self.request.computed_tokens

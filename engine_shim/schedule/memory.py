@@ -16,7 +16,7 @@ from __future__ import annotations
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError, check_integrity
 from engine_shim.cache.node import shared_pages
-from engine_shim.cache.radix import FULL, RadixCache, Receipt
+from engine_shim.cache.radix import FULL, RadixCache
 from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.offload import Offload
@@ -240,7 +240,7 @@ class Memory:
         if self._state is None:
             return
         table = entry.request.tables[self._state]
-        entry.receipt = self.cache.trim(_receipt(entry), self._state, keep=0)
+        entry.receipt = self.cache.trim(entry.receipt_held, self._state, keep=0)
         table[0] = table[1]
         if entry.request.computed_tokens % self._page == 0:
             table[1], entry.kept_slot = entry.kept_slot, table[1]
@@ -255,7 +255,7 @@ class Memory:
         """
         if self._window is None:
             return
-        receipt, table = _receipt(entry), entry.request.tables[self._window]
+        receipt, table = entry.receipt_held, entry.request.tables[self._window]
         current = (entry.request.computed_tokens - at_prompt_end) // self._page
         start = max(entry.window_from, current - self._window_pages)
         own = table[max(entry.window_from, entry.window_own_from) : start]
@@ -270,7 +270,7 @@ class Memory:
 
         After a load there may be window pages and a state to give though the tree has all full pages.
         """
-        request, old = entry.request, _receipt(entry)
+        request, old = entry.request, entry.receipt_held
         pages = (request.computed_tokens if self._state is None else entry.kept_tokens) // self._page
         if pages <= old.pages and not loaded:
             return
@@ -302,7 +302,7 @@ class Memory:
         if table[0] == entry.kept_slot:
             table[0] = stored
         else:
-            entry.receipt = self.cache.trim(_receipt(entry), self._state, keep=0)
+            entry.receipt = self.cache.trim(entry.receipt_held, self._state, keep=0)
         entry.kept_slot = NULL_PAGE
 
     def leave(self, entry: Entry) -> None:
@@ -313,7 +313,7 @@ class Memory:
 
     def drop(self, entry: Entry) -> None:
         """End a request and keep nothing that is not in the tree already: what a failed step wrote is unknown."""
-        receipt, owned = _receipt(entry), self._owned(entry)
+        receipt, owned = entry.receipt_held, self._owned(entry)
         if entry.load is not None and entry.load.outstanding:
             self._adrift.append(entry.load)
             owned = [
@@ -338,7 +338,7 @@ class Memory:
         for load in self._adrift:
             for pages, targets in zip(held, load.targets, strict=True):
                 pages += targets
-        receipts = [_receipt(entry) for entry in self._tenants]
+        receipts = [entry.receipt_held for entry in self._tenants]
         pins = [] if self.offload is None else list(self.offload.pins())
         check_integrity(self.cache, held=held, receipts=receipts, pins=pins)
         if self.offload is not None:
@@ -357,7 +357,7 @@ class Memory:
 
     def _check_reads(self, entry: Entry) -> None:
         """What a request reads and does not own is the tree's, and under its lock."""
-        receipt = _receipt(entry)
+        receipt = entry.receipt_held
         for group, table in enumerate(entry.request.tables):
             locked = self.cache.locked_pages(receipt, group)
             read = set(table[:1] if group == self._state else table[: receipt.pages])
@@ -370,7 +370,7 @@ class Memory:
         That splits nodes, so ``slide`` leaves it until the whole lock is passed or pages are short.
         """
         for entry in self._tenants:
-            receipt = _receipt(entry)
+            receipt = entry.receipt_held
             keep = max(0, receipt.pages - entry.window_from)
             if self._window is not None and keep < receipt.extents[self._window]:
                 entry.receipt = self.cache.trim(receipt, self._window, keep=keep)
@@ -392,11 +392,6 @@ class Memory:
             if group == self._state:
                 pages = [table[1], entry.kept_slot]
             else:
-                pages = table[entry.window_own_from if group == self._window else _receipt(entry).pages :]
+                pages = table[entry.window_own_from if group == self._window else entry.receipt_held.pages :]
             owned.append([page for page in pages if page != NULL_PAGE])
         return owned
-
-
-def _receipt(entry: Entry) -> Receipt:
-    assert entry.receipt is not None, "only an admitted request holds pages"
-    return entry.receipt

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from engine_shim.cache.component import Component
 from engine_shim.cache.copies import Copies, Copy, Page
@@ -27,7 +27,7 @@ from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.cache.node import Node
 from engine_shim.cache.radix import FULL, Match, RadixCache, Receipt
-from engine_shim.cache.transfers import Move, Mover, Place, Transfer, WritePolicy
+from engine_shim.cache.transfers import Move, Mover, Place, Transfer, WritePolicy, moves_of
 from engine_shim.schedule.transit import BelowStats, Flight, Load, OffloadCounters, OffloadPlan, Save
 from engine_shim.types import CacheLayout
 from router.wire.kv_events import Event
@@ -129,7 +129,7 @@ class Offload:
         self.copies.touch(known)
         extents, items = [], deque[tuple[int, int, int]]()
         for component in self._cache.components:
-            held = _held_tail(component, node, component.extent(len(hashes)))
+            held = component.tail(node, component.extent(len(hashes)))
             first = len(hashes) - len(held)
             new = [
                 (component.index, index, page)
@@ -154,7 +154,7 @@ class Offload:
                 self._cache.unpin(save.receipt)
                 continue
             self._saving = save
-            moves = _moves((copy.group, page, copy.slot, copy.page.hash) for (_, _, page), copy in items)
+            moves = moves_of((copy.group, page, copy.slot, copy.page.hash) for (_, _, page), copy in items)
             self._submit(Place.DEVICE, Place.HOST, moves, Flight(writes=copies, save=save))
             self.counters.saved_pages += len(copies)
 
@@ -243,7 +243,7 @@ class Offload:
 
     def _submit_fetch(self, pairs: Sequence[tuple[Copy, Copy]]) -> int:
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        moves = _moves((source.group, source.slot, target.slot, source.page.hash) for source, target in pairs)
+        moves = moves_of((source.group, source.slot, target.slot, source.page.hash) for source, target in pairs)
         self.counters.fetched_pages += len(pairs)
         return self._submit(Place.DISK, Place.HOST, moves, Flight(reads=sources, writes=targets))
 
@@ -277,7 +277,7 @@ class Offload:
         ]
         for begin in range(0, len(items), self._plan.piece_pages):
             piece = items[begin : begin + self._plan.piece_pages]
-            moves = _moves((copy.group, copy.slot, target, copy.page.hash) for copy, target in piece)
+            moves = moves_of((copy.group, copy.slot, target, copy.page.hash) for copy, target in piece)
             flight = Flight(reads=[copy for copy, _ in piece], load=load)
             load.outstanding.add(self._submit(Place.HOST, Place.DEVICE, moves, flight))
         self.counters.loaded_pages += len(items)
@@ -337,7 +337,7 @@ class Offload:
             pairs.append((source, target))
         if pairs:
             self._spilling = True
-            moves = _moves((source.group, source.slot, target.slot, source.page.hash) for source, target in pairs)
+            moves = moves_of((source.group, source.slot, target.slot, source.page.hash) for source, target in pairs)
             self.counters.spilled_pages += len(pairs)
             flight = Flight(reads=[source for source, _ in pairs], writes=[target for _, target in pairs])
             self._submit(Place.HOST, Place.DISK, moves, flight)
@@ -384,28 +384,3 @@ class Offload:
         self.copies.check(copy for flight in self._flights.values() for copy in (*flight.reads, *flight.writes))
         if (self._saving is not None) != any(flight.save is not None for flight in self._flights.values()):
             raise IntegrityError("a save is said to be under way, and none is, or the other way round")
-
-
-def _held_tail(component: Component, node: Node, extent: int) -> list[int]:
-    """The last ``extent`` pages, or the state, that a group has up to the end of a node; none if some is missing."""
-    tail: list[int] = []
-    for above in node.path():
-        if len(tail) >= extent:
-            break
-        pages = above.held[component.index]
-        if pages is None:
-            return []
-        tail[:0] = pages
-    return tail[len(tail) - extent :]
-
-
-def _moves(items: Iterable[tuple[int, int, int, int]]) -> tuple[Move, ...]:
-    """(group, source, target, name) of each page, gathered by group."""
-    groups: dict[int, list[tuple[int, int, int]]] = {}
-    for group, source, target, name in items:
-        groups.setdefault(group, []).append((source, target, name))
-    moves = []
-    for group, pages in groups.items():
-        sources, targets, names = zip(*pages, strict=True)
-        moves.append(Move(group, sources, targets, names))
-    return tuple(moves)
