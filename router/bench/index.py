@@ -194,9 +194,8 @@ def _chain(rng: random.Random) -> _Chain:
 
 
 def _stored(chain: _Chain, *, blocks: int = _CHAIN_BLOCKS) -> BlockStored:
-    """As a decoder makes it: ids in a list, names without the event's bytes."""
-    tokens = chain.tokens[: blocks * _BLOCK_TOKENS].tolist()
-    return BlockStored(chain.names[:blocks], None, tokens, _BLOCK_TOKENS)
+    """As a decoder makes it: ids in an array, names without the event's bytes."""
+    return BlockStored(chain.names[:blocks], None, chain.tokens[: blocks * _BLOCK_TOKENS], _BLOCK_TOKENS)
 
 
 def _index(ranks: int) -> PrefixIndex:
