@@ -182,7 +182,7 @@ def _is_request(record: Mapping[str, Any]) -> bool:
 
 
 def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
-    fields = _mapping(record.get("request"))
+    fields = _fields(record)
     response = _mapping(record.get("response"))
     finished_at = _finish(record)
     if finished_at is None:
@@ -214,6 +214,12 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         is_failed=is_failed,
         fields=fields,
     )
+
+
+def _fields(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The request's body; where it was not kept, the record stands for it: salts and LoRA names are in one of them."""
+    request = _mapping(record.get("request"))
+    return next((body for name in ("json", "body") if (body := _mapping(request.get(name)))), request) or record
 
 
 def _prompt(record: Mapping[str, Any], fields: Mapping[str, Any], response: Mapping[str, Any]) -> array[int]:
@@ -250,12 +256,10 @@ def _cached(response: Mapping[str, Any]) -> int | None:
 
 def _rank(record: Mapping[str, Any], fields: Mapping[str, Any], engine: Engine) -> int | None:
     """The rank that served, else the one asked for; engines of one rank have no other."""
-    if isinstance(served := record.get("served_rank"), int):
-        return served
     headers = {str(name).lower(): value for name, value in _mapping(record.get("headers")).items()}
     meta = _mapping(_mapping(record.get("response")).get("meta_info"))
     asked = headers.get("x-data-parallel-rank") if engine is not Engine.SGLANG else fields.get("routed_dp_rank")
-    for found in (meta.get("dp_rank"), asked, record.get("rank")):
+    for found in (record.get("served_rank"), meta.get("dp_rank"), asked, record.get("rank")):
         if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
             return int(found)
     return None

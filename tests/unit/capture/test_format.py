@@ -49,7 +49,12 @@ def read(folder: Path, *records: dict[str, Any]) -> list[Sent]:
     return list(read_capture(folder / "c.jsonl", folder / "c.requests.jsonl").requests or ())
 
 
-@pytest.mark.parametrize(("record", "first"), [(OLD, None), (NEW, 1.5)])
+BODY = {"model": "m", "cache_salt": "s"}
+WRAPPED = NEW | {"request": {"path": "/v1/completions", "json": BODY}}
+FLAT = {name: value for name, value in NEW.items() if name != "request"} | BODY
+
+
+@pytest.mark.parametrize(("record", "first"), [(OLD, None), (NEW, 1.5), (WRAPPED, 1.5), (FLAT, 1.5)])
 def test_old_and_new_records_say_the_same(tmp_path: Path, record: dict[str, Any], first: float | None) -> None:
     """Times, ids, rank, salt and the engine's own word, wherever they stand."""
     (sent,) = read(tmp_path, record)
