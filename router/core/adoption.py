@@ -57,18 +57,34 @@ class Expected:
 class Adopted:
     """Places of one rank that were taken over without having been stored.
 
-    ``before[place]`` are those that stand and fall with it: nobody will say under what names they go.
+    ``before[place]`` are those that stand and fall with it: nobody will say under what names they go. ``vouchers`` are
+    how many such places each of them stands with.
     """
 
-    before: dict[int, frozenset[int]] = field(default_factory=dict)
+    before: dict[int, list[int]] = field(default_factory=dict)
+    vouchers: dict[int, int] = field(default_factory=dict)
 
     def take(self, place: int, before: Sequence[int], *, new: Sequence[int]) -> None:
         """A place is behind others, of which the ``new`` ones are taken over with it."""
-        taken = frozenset(new).union(*self.before.values())
-        if taken := taken.intersection(before):
-            self.before[place] = taken
+        fresh, mine = frozenset(new), self.before.get(place, [])
+        is_mine = frozenset(mine).__contains__
+        taken = [each for each in before if (each in fresh or each in self.vouchers) and not is_mine(each)]
+        for each in taken:
+            self.vouchers[each] = self.vouchers.get(each, 0) + 1
+        if taken:
+            self.before[place] = [*mine, *taken]
 
-    def let_go(self, place: int) -> frozenset[int]:
+    def let_go(self, place: int) -> Sequence[int]:
         """A place is gone. Returns those that no other vouches for."""
-        lost = self.before.pop(place, frozenset())
-        return lost.difference(*self.before.values()) if lost else lost
+        lost = []
+        for each in self.before.pop(place, ()):
+            self.vouchers[each] -= 1
+            if not self.vouchers[each]:
+                del self.vouchers[each]
+                lost.append(each)
+        return lost
+
+    def clear(self) -> None:
+        """Nothing is held."""
+        self.before.clear()
+        self.vouchers.clear()

@@ -7,7 +7,8 @@ Ways it breaks, and the way back:
 
 - **Gap.** Ask a replay from the missing message; live messages are held meanwhile and applied after it.
 - **Restart.** The numbers run backwards, or the epoch is another one: throw the picture away, begin anew.
-- **Late join, damage, a replay that does not reach back**: begin anew.
+- **Damage.** A live message that cannot be read is asked for again like one that is missing.
+- **Late join, a replay that is damaged or does not reach back**: begin anew.
 
 To begin anew is to ask for a snapshot where the rank offers one, else for a replay from 0, else to apply what follows:
 an empty picture plus an unbroken run of messages claims nothing that is not there.
@@ -321,7 +322,7 @@ def _overflow(state: Continuity) -> Step:
 
 
 def _damaged(state: Continuity, event: Damaged) -> Step:
-    """What a damaged message said is unknown, so all before it is, too."""
+    """What a damaged message said is unknown, so all before it is, too, unless it can be had again."""
     after = None if event.sequence is None else event.sequence + 1
     if event.ticket is not None:
         held = tuple(item for item in state.held if after is not None and item[0] >= after)
@@ -329,10 +330,24 @@ def _damaged(state: Continuity, event: Damaged) -> Step:
             return state, []
         state = replace(state, expected=after, last_timestamp=None, held=held, is_verified=True)
         return _after([Clear(Cause.DAMAGE)], _drain(state))
+    if state.has_replay and not state.has_snapshot:
+        return _damaged_on_the_way(state, after)
     state = replace(state, expected=after, live_next=after, last_timestamp=None, held=(), ticket=state.ticket + 1)
     if state.has_snapshot:
         return _begin_anew(state, Cause.DAMAGE, held=())
     return replace(state, phase=Phase.LIVE, is_verified=True), [Clear(Cause.DAMAGE)]
+
+
+def _damaged_on_the_way(state: Continuity, after: int | None) -> Step:
+    """The publisher keeps the message and may still have it whole: it is as good as lost."""
+    is_restart = after is not None and state.live_next is not None and after <= state.live_next
+    state = replace(state, live_next=state.live_next if after is None else after)
+    if is_restart or (state.expected is None and state.phase is Phase.LIVE):
+        return _begin_anew(state, Cause.DAMAGE, held=())
+    if state.phase is not Phase.LIVE or (after is not None and state.expected is not None and after <= state.expected):
+        return state, []  # a replay has brought it; or, from the one that is open, what comes next will tell
+    state, actions = _ask_replay(state, Cause.DAMAGE)
+    return replace(state, asked_next=max(state.asked_next, after or 0)), actions
 
 
 # --- holding and applying -------------------------------------------------------------------------

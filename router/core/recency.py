@@ -96,7 +96,12 @@ class Recency:
             used = stretch if count == len(stretch.keys) else self._cut(stretch, count)
             used.pins = max(0, used.pins + pins)
             self._order.move_to_end(used)
-        return sum(count for _, count in path)
+        known = sum(count for _, count in path)
+        if pins < 0 and known < len(keys):  # some that it held on to went all the same: those behind them are let go of
+            for key in keys[known:]:
+                if (behind := self._by_first.get(key)) is not None:
+                    behind.pins = max(0, behind.pins - 1)
+        return known
 
     def remove(self, key: int) -> None:
         """The rank gave up a block that it had. Tails go first; one that went out of turn is let go of with the block

@@ -69,7 +69,7 @@ class Residency:
         if rank.pool is not None:
             rank.pool.cleared()
         rank.forget_waits()
-        rank.adopted.before.clear()
+        rank.adopted.clear()
         if any(table.masks for table in self._sparse.values()):
             self.sweep()  # before names lose the places that tell what sparse groups still hold
         else:
@@ -240,16 +240,17 @@ class Residency:
     def _remove(self, slot: int, event: BlockRemoved) -> None:
         rank = self._ranks[slot]
         below = event.medium != GPU
-        if event.group not in rank.rules:
+        if event.group in rank.rules:
+            if not below:
+                for name in event.hashes:
+                    self._lose_sparse(rank, slot, name, event.group)
+        elif below or event.group == rank.dense_group:
             copies = self._copies(slot)
             gone = [
                 key for name in event.hashes if (key := self._remove_dense(rank, slot, name, below=below)) is not None
             ]
             if rank.pool is not None and not below:
                 rank.pool.removed(gone, copies=copies)
-        elif not below:
-            for name in event.hashes:
-                self._lose_sparse(rank, slot, name, event.group)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
         key, table = self._key(rank, name), self._sparse[group]

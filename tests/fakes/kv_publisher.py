@@ -35,6 +35,9 @@ def removed(number: int) -> BlockRemoved:
     return BlockRemoved(hashes=(number,))
 
 
+_NONSENSE = b"\xc1 nonsense"
+
+
 class KvPublisher:
     """One process's publisher. ``port`` and ``replay_port`` 0 are chosen; a new one may take an old one's ports."""
 
@@ -73,12 +76,14 @@ class KvPublisher:
         """Wait until somebody listens."""
         await asyncio.wait_for(self._live.recv(), 5)
 
-    async def publish(self, *events: Event, lost: bool = False, damaged: bool = False) -> None:
-        """Send one message; a lost one is kept for replays, but does not leave."""
+    async def publish(
+        self, *events: Event, lost: bool = False, damaged: bool = False, damaged_on_the_way: bool = False
+    ) -> None:
+        """Send one message; one that is lost, or damaged on the way, is kept whole for replays."""
         batch = EventBatch(timestamp=time.time(), events=events, rank=0, epoch=self.epoch)
-        payload = b"\xc1 nonsense" if damaged else encode_batch(batch)
-        self.log.append(payload)
+        self.log.append(_NONSENSE if damaged else encode_batch(batch))
         if not lost:
+            payload = _NONSENSE if damaged_on_the_way else self.log[-1]
             await self._live.send_multipart([b"kv-events", encode_sequence(len(self.log) - 1), payload])
 
     async def stop(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from router.core.adoption import Adopted
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
 from router.wire.block_keys import block_keys, namespace_seed
@@ -127,6 +130,41 @@ def test_a_head_stays_as_long_as_one_chain_over_it_does(index: PrefixIndex) -> N
     index.apply(0, removed(OTHER, 5, 4))
     assert reusable(index, OTHER) == 0
     assert index.blocks(0) == 0
+
+
+def test_a_block_that_is_taken_over_again_vouches_once(index: PrefixIndex) -> None:
+    """The event comes twice: a second copy of its own blocks, and still one voucher for those before them."""
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    index.provisional.drop(ticket)
+    index.apply(0, removed(TOKENS, 5, 4, 3))
+
+    ticket = promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    index.provisional.drop(ticket)
+    assert reusable(index, TOKENS) == 12
+    index.apply(0, removed(TOKENS, 5, 4, 3))
+    assert index.blocks(0) == 0
+    assert not index._ranks[0].adopted.vouchers
+
+
+def test_a_thousand_conversations_are_taken_over_in_time_linear_in_their_blocks() -> None:
+    """What one is behind is counted, not looked for among all others: reads of what stands with others stay few."""
+
+    class Counted(dict[int, list[int]]):
+        walks = 0
+
+        def values(self) -> Any:
+            Counted.walks += 1
+            return super().values()
+
+    adopted = Adopted(before=Counted())
+    for place in range(1000):
+        adopted.take(1_000_000 + place, range(5), new=range(5) if not place else ())
+    for place in range(1000):
+        lost = adopted.let_go(1_000_000 + place)
+        assert list(lost) == ([0, 1, 2, 3, 4] if place == 999 else [])
+    assert not Counted.walks
 
 
 def test_what_a_window_needs_is_there_where_a_prompt_was_resumed(index: PrefixIndex) -> None:

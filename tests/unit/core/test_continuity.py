@@ -180,11 +180,42 @@ def test_a_connection_made_again_without_replay_forgets_the_picture() -> None:
     assert feed(live(has_replay=False), Joined())[1] == [Clear(Cause.CHECK)]
 
 
-def test_damage_throws_the_picture_away() -> None:
+def test_damage_throws_the_picture_away_where_nothing_can_be_had_again() -> None:
     """What the message said is unknown: clear, and follow from the next one."""
-    state, actions = feed(live(), Damaged(3))
+    state, actions = feed(live(has_replay=False), Damaged(3))
     assert actions == [Clear(Cause.DAMAGE)]
     assert feed(state, Message(4, batch(4)))[1] == [Apply(batch(4))]
+
+
+def test_a_message_damaged_on_the_way_is_asked_for_again() -> None:
+    """The publisher has it whole: the picture stays, and what came meanwhile follows."""
+    state, actions = feed(live(), Damaged(3))
+    assert actions == [AskReplay(start=2, ticket=1, cause=Cause.DAMAGE)]
+    state, actions = feed(state, Message(4, batch(4)), ReplayPart(1, 2, batch(2)), ReplayPart(1, 3, batch(3)))
+    assert actions == [Apply(batch(3)), Apply(batch(4))]
+    assert feed(state, ReplayEnd(1))[1] == [ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_a_message_that_the_publisher_has_no_better_is_not_asked_for_twice() -> None:
+    """It is damaged in the replay, too: clear, and follow from the next one."""
+    state, _ = feed(live(), Damaged(3))
+    state, actions = feed(state, ReplayPart(1, 2, batch(2)), Damaged(3, ticket=1), ReplayEnd(1))
+    assert actions == [Clear(Cause.DAMAGE), ReplayDone(ReplayResult.WHOLE)]
+    assert feed(state, Message(4, batch(4)))[1] == [Apply(batch(4))]
+
+
+def test_a_replay_that_does_not_bring_what_was_damaged_is_given_up() -> None:
+    """The publisher's buffer is past it."""
+    state, _ = feed(live(), Damaged(3), Message(4, batch(4)))
+    state, actions = feed(state, ReplayPart(1, 2, batch(2)), ReplayEnd(1))
+    assert actions == [ReplayDone(ReplayResult.INCOMPLETE), Clear(Cause.REPLAY), Apply(batch(4))]
+    assert state.expected == 5
+
+
+def test_a_first_message_that_is_damaged_is_asked_for_from_the_start() -> None:
+    """Nothing was known: all there is."""
+    _, actions = feed(Continuity(has_replay=True, has_snapshot=False), Damaged(7))
+    assert actions == [Clear(Cause.DAMAGE), AskReplay(start=0, ticket=1, cause=Cause.DAMAGE)]
 
 
 def test_damage_inside_a_replay_forgets_what_stood_before_it() -> None:
@@ -261,12 +292,14 @@ class World:
     def __post_init__(self) -> None:
         self.state = Continuity(has_replay=True, has_snapshot=self.has_snapshot)
 
-    def publish(self, *, dropped: bool = False) -> None:
+    def publish(self, *, dropped: bool = False, damaged: bool = False) -> None:
         self.clock += 1
         epoch = f"e{self.process}" if self.has_epoch else None
         message = EventBatch(timestamp=self.clock, events=(), epoch=epoch)
         self.identity[self.clock] = (self.process, len(self.log))
-        if not dropped:
+        if damaged:
+            self.wire.append(Damaged(len(self.log)))
+        elif not dropped:
             self.wire.append(Message(len(self.log), message))
         self.log.append(message)
 
@@ -343,7 +376,7 @@ class World:
 
 
 STEPS = (
-    *("flow", "flow", "publish", "publish", "drop", "drop", "deliver", "deliver"),
+    *("flow", "flow", "publish", "publish", "drop", "drop", "damage", "deliver", "deliver"),
     *("check", "serve", "answer", "restart", "blip"),
 )
 
@@ -358,6 +391,8 @@ def run(world: World, steps: list[str]) -> None:
                 world.publish()
             case "drop":
                 world.publish(dropped=True)
+            case "damage":
+                world.publish(damaged=True)
             case "deliver":
                 world.deliver()
             case "serve":
@@ -383,7 +418,7 @@ def run(world: World, steps: list[str]) -> None:
 )
 @example(steps=["deliver", "serve", "flow", "restart"], has_snapshot=False, seed=0)  # the first replay brought nothing
 def test_any_schedule_ends_in_the_publishers_own_state(steps: list[str], has_snapshot: bool, seed: int) -> None:
-    """Drops, shuffled replays, restarts with stragglers: at rest, all messages of the process count, once, in order."""
+    """Drops, damage, shuffled replays, restarts: at rest, all messages of the process count, once, in order."""
     world = World(has_snapshot=has_snapshot, has_epoch=True, random=random.Random(seed))
     run(world, steps)
     assert world.believed == [(world.process, n) for n in range(len(world.log))]

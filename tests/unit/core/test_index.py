@@ -252,6 +252,14 @@ def test_a_late_window_that_another_rank_has_named_is_dropped_where_it_goes(inde
     assert reusable(index) == {1: 2}
 
 
+def test_a_removal_of_a_group_that_nobody_has_met_takes_nothing(index: PrefixIndex) -> None:
+    """Engines' groups name equal blocks equally: a window's block that goes is none of full attention."""
+    index.apply(0, stored(0, 5))
+    index.apply(0, BlockRemoved(hashes=(2,), group=1))
+
+    assert reusable(index) == {0: 12}
+
+
 def test_what_lies_on_another_machine_is_not_on_the_device(index: PrefixIndex) -> None:
     """Whatever medium it lies in there."""
     event = stored(0, 5)

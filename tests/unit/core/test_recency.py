@@ -43,3 +43,16 @@ def test_every_block_held_stands_in_one_stretch(steps: list[tuple[bool, str, int
     for key in list(held):
         recency.remove(key)
     assert not len(recency)
+
+
+def test_what_stands_behind_a_block_that_went_out_of_turn_is_let_go_of_too() -> None:
+    """A running request held on to four blocks in two stretches; the second block is given up all the same."""
+    recency = Recency(is_merged=False)
+    keys = keys_of("aabb")
+    recency.add(None, keys[:2], new=2)
+    recency.add(keys[1], keys[2:], new=2)
+    recency.use(keys, pins=1)
+    recency.remove(keys[1])
+
+    recency.use(keys, pins=-1)
+    assert [stretch.pins for stretch in recency] == [0, 0]
