@@ -1,81 +1,30 @@
 """What each rank holds, by its events.
 
-One ``Residency`` covers one model over all its ranks. A block is named by its chain key (``wire/block_keys``), which
-stands for the block and all before it; engines' own hashes are mapped onto keys through the token ids of dense events.
-Sparse groups (windows, recurrent state) name their blocks by the same hashes, often before the dense event has come:
-such names wait. So do dense blocks whose parent is not known, unless a prompt in flight says where they belong
-(``core/adoption``): no position is ever guessed.
+One ``Residency`` covers one model over all its ranks. Engines' names for blocks are mapped onto chain keys through the
+token ids of dense events. Sparse groups (windows, recurrent state) name their blocks by the same hashes, often before
+the dense event has come: such names wait. So do dense blocks whose parent is not known, unless a prompt in flight says
+where they belong (``core/adoption``): no position is ever guessed.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from router.core.adoption import Expected
-from router.core.chains import Chains, Runs
-from router.core.forecast import Pool
-from router.core.namespaces import Namespaces
-from router.core.provisional import DENSE, Provisional
-from router.core.rank_state import Names, RankState, keys_of_event
-from router.core.tables import CopyTable
-from router.core.usable import Geometry, Kind, rule_of
+from router.core.blocks import Blocks
+from router.core.provisional import DENSE
+from router.core.rank_state import RankState, keys_of_event
+from router.core.usable import Kind, rule_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
 
 
-class Residency:
-    """The blocks of one model, in units of ``block_tokens``. Mutated by its owner, on one thread."""
-
-    def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
-        self.block_tokens = block_tokens
-        self.max_blocks = max_blocks
-        self.evicted_blocks = 0
-        self.provisional = Provisional()
-        self.namespaces = Namespaces()
-        self.adapters: set[str] = set()
-        self._runs = Runs()
-        self._chains: dict[int, Chains] = {}
-        self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
-        self._names: dict[str, Names] = {}
-        self._ranks: dict[int, RankState] = {}
-        self._forgotten = 0
-
-    # --- membership -------------------------------------------------------------------------------
-
-    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None, pool: Pool | None = None) -> None:
-        """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
-        names = self._names.setdefault(domain, Names())
-        self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
-        self._set_stride(slot, 1)
-
-    def remove_rank(self, slot: int) -> None:
-        """Forget a rank and all it held."""
-        self.clear(slot)
-        self._ranks.pop(slot).chains.members &= ~(1 << slot)
-
-    def clear(self, slot: int) -> None:
-        """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
-        rank = self._ranks[slot]
-        self.provisional.forget_ended(slot)
-        rank.chains.clear(slot)
-        for table in self._sparse.values():
-            table.clear(slot)
-        held, rank.blocks = rank.blocks, 0
-        if rank.pool is not None:
-            rank.pool.cleared()
-        rank.forget_waits()
-        rank.adopted.clear()
-        if any(table.masks for table in self._sparse.values()):
-            self.sweep()  # before names lose the places that tell what sparse groups still hold
-        else:
-            for chains in self._chains.values():
-                chains.trim()
-            self._note_forgotten(held)
+class Residency(Blocks):
+    """Blocks, as events bring and take them."""
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -126,16 +75,6 @@ class Residency:
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
         )
 
-    def _chains_of(self, stride: int) -> Chains:
-        return self._chains.setdefault(stride, Chains(self._runs))
-
-    def _set_stride(self, slot: int, stride: int) -> None:
-        """Note how many units a dense block of the rank has."""
-        rank = self._ranks[slot]
-        rank.chains.members &= ~rank.bit
-        rank.stride, rank.chains = stride, self._chains_of(stride)
-        rank.chains.members |= rank.bit
-
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
         parent = None if event.parent is None else rank.names.places.get(event.parent)
         parent_key = None if parent is None else self._runs.key(parent)
@@ -176,31 +115,6 @@ class Residency:
         places = rank.names.all_places(event.parent)
         return next(((place, claimed) for place in places if self._runs.key(place) == own), (parent, keys))
 
-    def _make_room(self, parent: int | None, blocks: int) -> bool:
-        """Forget what does not fit beside so many more. False: they cannot come in, or not behind ``parent`` now."""
-        if blocks > self.max_blocks:
-            return False
-        if (excess := len(self) + blocks - self.max_blocks) > 0:
-            self._evict(excess)
-        return parent is None or self._runs.key(parent) is not None
-
-    def _evict(self, count: int) -> None:
-        """Forget the longest known tails, on all ranks: what is left is true, only less."""
-        forgotten = 0
-        for chains in self._chains.values():
-            for keys, lost in chains.evict(count - forgotten):
-                forgotten += len(keys)
-                for slot, bits in lost.items():
-                    rank = self._ranks[slot]
-                    rank.blocks -= bits.bit_count()
-                    if rank.pool is not None:
-                        rank.pool.removed([key for at, key in enumerate(keys) if bits >> at & 1], copies=0)
-                for table in self._sparse.values():
-                    for key in keys:
-                        table.discard(key)
-        self.evicted_blocks += forgotten
-        self._note_forgotten(forgotten)
-
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         table = self._sparse[event.group]
         self._note_keeping(rank, event)
@@ -225,6 +139,7 @@ class Residency:
         if event.group in rank.rules:
             return
         known = [rank.names.places.get(name) for name in event.hashes]
+        known = [place if place is not None and self._runs.key(place) is not None else None for place in known]
         if None in known and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
             parent = None if event.parent is None else rank.names.places.get(event.parent)
             key = None if parent is None else self._runs.key(parent)
@@ -234,7 +149,7 @@ class Residency:
                     rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, below=True)[1])
                 return
         for place in known:
-            if place is not None and self._runs.key(place) is not None:
+            if place is not None:
                 rank.chains.gain(slot, place, below=True)
 
     def _remove(self, slot: int, event: BlockRemoved) -> None:
@@ -318,17 +233,6 @@ class Residency:
         rank.names.learn((event.parent,), places[-1:])
         return places[-1]
 
-    def _let_go(self, rank: RankState, slot: int, place: int) -> None:
-        """A place is gone, and with it what was taken over with it."""
-        for each in rank.adopted.let_go(place):
-            if (key := self._runs.key(each)) is not None:
-                for group in rank.rules:
-                    self._sparse[group].lose(slot, key)
-                if rank.chains.lose(slot, each, below=False):
-                    rank.blocks -= 1
-                    if rank.pool is not None:
-                        rank.pool.removed((key,), copies=0)
-
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""
         parent = None if event.parent is None else rank.names.places.get(event.parent)
@@ -359,39 +263,3 @@ class Residency:
         for name in names:
             for event in rank.take_orphans(name):
                 self._store_dense(rank, slot, event)
-
-    # --- names --------------------------------------------------------------------------------------
-
-    def _key(self, rank: RankState, name: EngineHash) -> int | None:
-        place = rank.names.places.get(name)
-        return rank.names.strays.get(name) if place is None else self._runs.key(place)
-
-    def _is_sparse(self, key: int) -> bool:
-        return any(key in table for table in self._sparse.values())
-
-    def _note_forgotten(self, count: int) -> None:
-        self._forgotten += count
-        if self._forgotten > len(self) // 4 + 4096:
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Let go of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
-        self._forgotten = 0
-        for names in self._names.values():
-            names.sweep(self._runs, is_sparse=self._is_sparse)
-        for chains in self._chains.values():
-            chains.trim()
-        if self.namespaces:
-            known = set(self.provisional.dense).union(*(table.masks for table in self._sparse.values()))
-            known.update(*(chains.all_keys() for chains in self._chains.values()))
-            self.namespaces.forget(known.__contains__)
-
-    # --- how much it is ---------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return sum(chains.blocks for chains in self._chains.values())
-
-    def _copies(self, slot: int) -> int:
-        """Blocks on the device with all their copies, in the dense group."""
-        rank = self._ranks[slot]
-        return rank.blocks + rank.chains.twins(slot)

@@ -174,6 +174,15 @@ def test_clearing_one_rank_leaves_the_others(index: PrefixIndex) -> None:
     assert (index.blocks(0), index.blocks(1), len(index)) == (0, 6, 6)
 
 
+def test_what_a_cleared_rank_stores_below_counts_again(index: PrefixIndex) -> None:
+    """Names it used before are known, their places are not: a rank that starts with what its disk has kept."""
+    keys = block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))
+    for _ in range(2):
+        index.apply(0, replace(stored(0, 2), medium="STORAGE"))
+        assert index.loadable_tokens(keys, prompt_tokens=13) == {0: 6}
+        index.apply(0, AllBlocksCleared())
+
+
 def test_the_index_never_outgrows_its_bound() -> None:
     """The longest known tails go first: what remains of each chain is a prefix, and new blocks find room."""
     index = PrefixIndex(block_tokens=2, max_blocks=6)
