@@ -4,6 +4,8 @@ Who begins to listen late, or has lost messages that cannot be had again, knows 
 is stored behind them can be placed all the same: if it is what a prompt sent to this very rank would store, key for
 key, then its parent is that prompt's block before it, and the engine has all of the prompt up to there.
 
+What an engine says it has reused (``cached_tokens``) is taken over, too: it was there, whoever stored it and when.
+
 Units smaller than a block (vLLM's ``--prefix-match-unit``) are met in the same way: a prompt's tail is stored by the
 name of its last unit, whose parent is inside the block and has never been stored.
 """
@@ -15,6 +17,9 @@ from dataclasses import dataclass, field
 
 from router.wire.block_keys import block_keys
 from router.wire.kv_events import BlockStored
+
+#: Ends of reused prefixes without a name that are kept for a rank.
+MAX_NAMELESS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +60,25 @@ class Expected:
 
 @dataclass(slots=True)
 class Adopted:
-    """Places of one rank that were taken over without having been stored.
+    """Places of one rank that were taken over without having been stored: nobody will say under what names they go.
 
-    ``before[place]`` are those that stand and fall with it: nobody will say under what names they go. ``vouchers`` are
-    how many such places each of them stands with.
+    ``before[place]`` are those that stand and fall with it; ``vouchers`` are how many such places each of them stands
+    with. ``nameless`` are places at the end of what the engine itself said it had reused. They go once as many blocks
+    that nobody knows were removed as there may have been when they were last used: ``nameless[place]`` is that count.
     """
 
     before: dict[int, list[int]] = field(default_factory=dict)
     vouchers: dict[int, int] = field(default_factory=dict)
+    nameless: dict[int, float] = field(default_factory=dict)
+    unknown_removals: int = 0
+    is_used: bool = False
+
+    def __contains__(self, place: int) -> bool:
+        return place in self.vouchers or place in self.nameless
 
     def take(self, place: int, before: Sequence[int], *, new: Sequence[int]) -> None:
         """A place is behind others, of which the ``new`` ones are taken over with it."""
+        self.is_used = True
         fresh, mine = frozenset(new), self.before.get(place, [])
         is_mine = frozenset(mine).__contains__
         taken = [each for each in before if (each in fresh or each in self.vouchers) and not is_mine(each)]
@@ -74,17 +87,36 @@ class Adopted:
         if taken:
             self.before[place] = [*mine, *taken]
 
+    def reuse(self, place: int, *, unknown_blocks: float) -> int | None:
+        """The engine has reused all up to a place without a name. Returns a place that is let go of to make room."""
+        self.is_used = True
+        self.nameless.pop(place, None)
+        self.nameless[place] = self.unknown_removals + unknown_blocks
+        return next(iter(self.nameless)) if len(self.nameless) > MAX_NAMELESS else None
+
+    def removed_unknown(self) -> int | None:
+        """A block that nobody knows was removed. Returns the place without a name that goes with it, if one does."""
+        self.unknown_removals += 1
+        place = next(iter(self.nameless), None)
+        return None if place is None or self.nameless[place] >= self.unknown_removals else place
+
+    def stored(self, place: int) -> bool:
+        """A place was stored after all, so it has a name. False if it was not taken over."""
+        if place not in self:
+            return False
+        self.nameless.pop(place, None)
+        self.vouchers.pop(place, None)
+        return True
+
     def let_go(self, place: int) -> Sequence[int]:
         """A place is gone. Returns those that no other vouches for."""
+        self.nameless.pop(place, None)
         lost = []
         for each in self.before.pop(place, ()):
-            self.vouchers[each] -= 1
-            if not self.vouchers[each]:
-                del self.vouchers[each]
-                lost.append(each)
+            if each in self.vouchers:
+                self.vouchers[each] -= 1
+                if not self.vouchers[each]:
+                    del self.vouchers[each]
+                    if each not in self.nameless:
+                        lost.append(each)
         return lost
-
-    def clear(self) -> None:
-        """Nothing is held."""
-        self.before.clear()
-        self.vouchers.clear()

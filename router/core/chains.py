@@ -18,91 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from router.core.holders import Holders
+
 #: Positions in a run: its longest length, and the factor between the numbers of two runs.
 RUN_BLOCKS = 1 << 22
-
-
-@dataclass(slots=True, eq=False)
-class Holders:
-    """Who holds what of a run: ``cuts[slot]`` blocks from its start; ``odd[slot]`` are bits, where that is not all."""
-
-    cuts: dict[int, int] = field(default_factory=dict)
-    odd: dict[int, int] = field(default_factory=dict)
-    _longest: int | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.cuts or self.odd)
-
-    def bits(self, slot: int) -> int:
-        """What a slot holds, block 0 in the lowest bit."""
-        return self.odd.get(slot) or (1 << self.cuts.get(slot, 0)) - 1
-
-    def holds(self, slot: int, at: int) -> bool:
-        """Whether a slot holds one block."""
-        return at < self.cuts.get(slot, 0) or bool(self.odd.get(slot, 0) >> at & 1)
-
-    def gain(self, slot: int, start: int, stop: int) -> int:
-        """A slot stores the blocks from ``start`` on. Returns, as bits from ``start``, which of them it had already."""
-        if slot not in self.odd and self.cuts.get(slot, 0) == start:
-            self._set_cut(slot, stop)
-            return 0
-        bits = self.bits(slot)
-        span = (1 << stop - start) - 1
-        self._set_bits(slot, bits | span << start)
-        return bits >> start & span
-
-    def lose(self, slot: int, at: int) -> bool:
-        """A slot loses a block; False if it did not hold it."""
-        if not self.holds(slot, at):
-            return False
-        if slot not in self.odd and self.cuts[slot] == at + 1:
-            self._set_cut(slot, at)
-        else:
-            self._set_bits(slot, self.bits(slot) & ~(1 << at))
-        return True
-
-    def drop(self, slot: int) -> None:
-        """A slot holds nothing of the run any more."""
-        self._set_bits(slot, 0)
-
-    def cut_to(self, length: int) -> Iterator[tuple[int, int]]:
-        """Nobody holds anything from ``length`` on. Yields each slot that did, with those blocks as bits."""
-        for slot in [slot for slot, cut in self.cuts.items() if cut > length] + list(self.odd):
-            bits = self.bits(slot)
-            if lost := bits >> length:
-                self._set_bits(slot, bits & (1 << length) - 1)
-                yield slot, lost
-
-    def length(self) -> int:
-        """The least length that has all that anybody holds."""
-        if self._longest is None and self.cuts:
-            self._longest = max(self.cuts, key=self.cuts.__getitem__)
-        longest = 0 if self._longest is None else self.cuts[self._longest]
-        return max(longest, *(bits.bit_length() for bits in self.odd.values())) if self.odd else longest
-
-    def any_holds(self, at: int) -> bool:
-        """Whether anybody holds one block."""
-        length = self.length()
-        return at < length and (not self.odd or any(self.holds(slot, at) for slot in (*self.cuts, *self.odd)))
-
-    def _set_bits(self, slot: int, bits: int) -> None:
-        cut = (bits + 1 & ~bits).bit_length() - 1
-        if bits >> cut:
-            self.odd[slot] = bits
-        else:
-            self.odd.pop(slot, None)
-        self._set_cut(slot, cut)
-
-    def _set_cut(self, slot: int, cut: int) -> None:
-        before = self.cuts.get(slot, 0)
-        if cut:
-            self.cuts[slot] = cut
-        elif before:
-            del self.cuts[slot]
-        if cut < before and slot == self._longest:
-            self._longest = None
-        elif self._longest is not None and cut > self.cuts[self._longest]:
-            self._longest = slot
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +177,10 @@ class Chains:
             self._copies.pop(copy, None)
         if not below:
             self._twins[slot] += change
+
+    def has_twin(self, slot: int, place: int) -> bool:
+        """Whether a rank has more than one copy of a block on its device."""
+        return (slot, False, place) in self._copies
 
     def twins(self, slot: int) -> int:
         """Copies beyond the first that a rank has on its device, of all its blocks."""

@@ -54,6 +54,11 @@ class Pool:
         self._awaited: dict[int, list[Allocation]] = {}
         self._forecast: _Forecast | None = None  # holds until something changes
 
+    @property
+    def blocks(self) -> int | None:
+        """How many blocks it has, as far as is known."""
+        return self._blocks
+
     # --- requests -------------------------------------------------------------------------------------
 
     def sent(self, keys: Sequence[int], *, blocks: int) -> Allocation:

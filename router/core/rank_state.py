@@ -125,13 +125,15 @@ class RankState:
                 self._parent_of.pop(name, None)
         return events
 
-    def drop_orphan(self, name: EngineHash) -> None:
-        """A block that waits was removed, and with it those stored beside it."""
+    def drop_orphan(self, name: EngineHash) -> bool:
+        """A block that waits was removed, and with it those stored beside it. False if none of that name waits."""
         parent = self._parent_of.get(name)
-        if parent is not None:
-            for event in self.take_orphans(parent):
-                if name not in event.hashes:
-                    self.wait_for_parent(parent, event)
+        if parent is None:
+            return False
+        for event in self.take_orphans(parent):
+            if name not in event.hashes:
+                self.wait_for_parent(parent, event)
+        return True
 
     def wait_for_name(self, name: EngineHash, group: int) -> None:
         """Keep that a sparse group has a block, until a dense event names it."""

@@ -9,7 +9,7 @@ where they belong (``core/adoption``): no position is ever guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from router.core.adoption import Expected
@@ -86,6 +86,8 @@ class Residency(Blocks):
         if parent_key is None and event.parent is not None:
             rank.wait_for_parent(event.parent, event)
             return
+        if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent, below=False)):
+            self._heal(rank, slot, parent)
         if event.lora_name:
             self.adapters.add(event.lora_name)
         keys: Sequence[int] = keys_of_event(event, parent_key, unit_tokens=self.block_tokens)
@@ -94,9 +96,13 @@ class Residency(Blocks):
         if not self._make_room(parent, len(keys)):
             return
         before = None if parent is None else self._runs.key(parent)
+        places: Iterable[int]
         new, places = rank.chains.extend(slot, parent, keys)
         rank.blocks += new
         rank.applied_blocks += len(keys)
+        if rank.adopted.is_used:
+            places = list(places)
+            self._name_taken(rank, slot, places)
         rank.names.learn(event.hashes, places, keeps_others=bool(self.namespaces))
         if rank.pool is not None:
             rank.pool.stored(before, keys, new=new)
@@ -184,8 +190,8 @@ class Residency(Blocks):
         if place is None or (key := self._runs.key(place)) is None:
             if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
                 self._lose_sparse(rank, slot, name, TAILS)
-            else:
-                rank.drop_orphan(name)
+            elif not rank.drop_orphan(name) and (gone := rank.adopted.removed_unknown()) is not None:
+                self._let_go_nameless(rank, slot, gone)
             return None
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
@@ -198,7 +204,7 @@ class Residency(Blocks):
         is_last = rank.chains.lose(slot, place, below=below)
         if is_last and not below:
             rank.blocks -= 1
-            if rank.adopted.before:
+            if rank.adopted.is_used:
                 self._let_go(rank, slot, place)
         if not self._runs.is_held(place):
             rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
@@ -212,26 +218,42 @@ class Residency(Blocks):
         units = () if self.namespaces else chain.before(event, unit_tokens=self.block_tokens)
         if not units or event.parent is None:
             return None
-        ends = units[rank.stride - 1 :: rank.stride]
-        path = rank.chains.path(ends, limit=len(ends))
-        held = rank.chains.depths(path).get(slot, 0)
-        if len(self) + len(ends) - held > self.max_blocks:
+        taken = self._take_over(rank, slot, units[rank.stride - 1 :: rank.stride])
+        if taken is None:
             return None
-        places = rank.chains.places(path, held)
-        if held < len(ends):
-            new, added = rank.chains.extend(slot, places[-1] if places else None, ends[held:])
-            rank.blocks += new
-            places += added
-            if rank.pool is not None:
-                rank.pool.stored(ends[held - 1] if held else None, ends[held:], new=new)
-        rank.adopted.take(places[-1], places[:-1], new=places[held:-1])
-        if chain.start is None:  # a prompt was resumed here, so every group has what that takes
-            for group, rule in rank.rules.items():
-                for unit in rule.needed_at(len(units)):
-                    if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
-                        self._sparse[group].gain(slot, units[unit])
-        rank.names.learn((event.parent,), places[-1:])
-        return places[-1]
+        if chain.start is None:
+            self._take_over_sparse(rank, slot, units)
+        rank.names.learn((event.parent,), taken[:1])
+        rank.adopted.nameless.pop(taken[0], None)
+        return taken[0]
+
+    def reused(self, slot: int, keys: Sequence[int], *, tokens: int) -> None:
+        """The engine says that it has reused so many tokens of a prompt, more than it was known to have."""
+        rank = self._ranks[slot]
+        units = tokens // self.block_tokens
+        units += rank.stride * rank.geometry.eagle - units % rank.align
+        ends = keys[rank.stride - 1 : units : rank.stride]
+        if self.namespaces or not ends or (taken := self._take_over(rank, slot, ends)) is None:
+            return
+        self._take_over_sparse(rank, slot, keys[:units])
+        place, is_new = taken
+        if is_new or place in rank.adopted.nameless:
+            pool_blocks = None if rank.pool is None else rank.pool.blocks
+            unknown_blocks = math.inf if pool_blocks is None else max(0, pool_blocks - self._copies(slot))
+            if (gone := rank.adopted.reuse(place, unknown_blocks=unknown_blocks)) is not None:
+                self._let_go_nameless(rank, slot, gone)
+
+    def _heal(self, rank: RankState, slot: int, parent: int) -> None:
+        """What is stored behind a block shows that all before it is there, whatever removals there were of copies."""
+        run, at = self._runs.at(parent)
+        pieces: list[Sequence[int]] = []
+        is_whole = True
+        while run is not None:
+            is_whole = is_whole and run.device.holds_first(slot, at + 1)
+            pieces.append(run.keys[: at + 1])
+            run, at = (None, 0) if run.parent is None else (run.parent[0], run.parent[1] - 1)
+        if not is_whole:
+            self._take_over(rank, slot, [key for piece in reversed(pieces) for key in piece])
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""

@@ -63,7 +63,8 @@ class Leases:
                 transfer_seconds(member.pace, tokens=decision.transfer_tokens)
                 if is_handed
                 else decision.expected_prefill_seconds
-            ),
+            )
+            / member.pace.factor,
             now=now,
         )
         binding = None
@@ -142,6 +143,8 @@ class Leases:
         metrics.ideal_tokens.labels(*labels).inc(lease.prepared.ideal_tokens)
         if actual_tokens != predicted:
             metrics.mispredicted.labels(*labels, "over" if predicted > actual_tokens else "under").inc()
+        if actual_tokens > predicted and self._fleet.knows(member):
+            self._promises.reused(member, lease.prepared, tokens=actual_tokens)
         if lease.prepared.tokens is not None:
             judge(
                 member.trust,

@@ -91,6 +91,12 @@ class Promises:
         start = prepared.prompt_tokens // index.block_tokens
         return index, index.promise_more(member.slot, keys, start=start)
 
+    @staticmethod
+    def reused(member: Member, prepared: PreparedRequest, *, tokens: int) -> None:
+        """The engine has found more of a prompt than was foretold."""
+        if member.index is not None and prepared.tokens is not None:
+            member.index.reused(member.slot, prepared.keys(member.index.block_tokens), tokens=tokens)
+
     def answered(self, member: Member, prepared: PreparedRequest, *, output_tokens: int, now: float) -> None:
         """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""
         if prepared.session is not None and prepared.tokens is not None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from router.core.adoption import Adopted
+from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import BlockRemoved, BlockStored
+from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 TOKENS = tuple(range(100, 112))  # six blocks
 OTHER = (*TOKENS[:6], *range(200, 206))  # the same first three, and three others
@@ -28,7 +29,7 @@ def name(tokens: tuple[int, ...]) -> int:
 def stored(tokens: tuple[int, ...], first: int) -> BlockStored:
     """A prompt's blocks from the ``first`` on; the one before it was stored before anybody listened."""
     names = tuple(name(tokens[: 2 * end]) for end in range(first + 1, len(tokens) // 2 + 1))
-    return BlockStored(names, name(tokens[: 2 * first]), tokens[2 * first :], 2)
+    return BlockStored(names, name(tokens[: 2 * first]) if first else None, tokens[2 * first :], 2)
 
 
 def removed(tokens: tuple[int, ...], *blocks: int) -> BlockRemoved:
@@ -181,6 +182,80 @@ def test_what_a_window_needs_is_there_where_a_prompt_was_resumed(index: PrefixIn
 
     index.apply(0, removed(TOKENS, 5, 4, 3))
     assert reusable(index, TOKENS) == 0
+
+
+# --- what the engine says it has reused ----------------------------------------------------------------------------
+
+
+def test_what_the_engine_has_reused_is_there(index: PrefixIndex) -> None:
+    """Nobody ever heard of four blocks that an answer was resumed behind."""
+    index.reused(0, keys(TOKENS), tokens=8)
+
+    assert reusable(index, TOKENS) == 8
+    assert index.blocks(0) == 4
+
+
+def test_what_was_reused_has_what_a_window_needs(index: PrefixIndex) -> None:
+    """A window of two blocks: the last two of four are there, so a prompt that forks after three is not resumed."""
+    index.apply(0, BlockStored((), 7, TOKENS[:2], 2, group=1, kind="sliding_window", window_tokens=5))
+    index.reused(0, keys(TOKENS), tokens=8)
+
+    assert reusable(index, TOKENS) == 8
+    assert reusable(index, OTHER) == 0
+
+
+def test_a_block_without_a_name_goes_when_all_that_nobody_knows_may_have_gone() -> None:
+    """A pool of ten blocks, four of them known: of the six others that were there, one may be of before."""
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine", pool=Pool(10))
+    index.apply(0, stored(tuple(range(20)), 0))  # ten blocks, which tells the group
+    index.apply(0, AllBlocksCleared())
+    index.reused(0, keys(TOKENS), tokens=8)
+    for unknown in range(6):
+        index.apply(0, BlockRemoved((unknown,)))
+    assert reusable(index, TOKENS) == 8
+
+    index.apply(0, BlockRemoved((7,)))
+    assert reusable(index, TOKENS) == 0
+    assert index.blocks(0) == 0
+
+
+def test_a_block_that_is_stored_after_all_is_no_second_copy(index: PrefixIndex) -> None:
+    """The engine had lost it and computes it again: now it has a name, and one removal takes it."""
+    index.apply(0, stored(OTHER, 0))
+    index.apply(0, AllBlocksCleared())
+    index.reused(0, keys(TOKENS), tokens=8)
+    index.apply(0, stored(TOKENS, 0))
+    assert reusable(index, TOKENS) == 12
+
+    index.apply(0, removed(TOKENS, 5, 4, 3, 2, 1, 0))
+    assert reusable(index, TOKENS) == 0
+    assert index.blocks(0) == 0
+
+
+def test_a_name_that_comes_later_takes_a_reused_prefix_over(index: PrefixIndex) -> None:
+    """The answer's first block is stored behind it: from then on it goes with the block that is named."""
+    index.reused(0, keys(TOKENS), tokens=8)
+    promise(index, TOKENS)
+    index.apply(0, stored(TOKENS, 4))
+    assert not index._ranks[0].adopted.nameless
+
+    index.provisional.forget(0)
+    index.apply(0, removed(TOKENS, 5, 4, 3))
+    assert reusable(index, TOKENS) == 0
+    assert index.blocks(0) == 0
+
+
+def test_what_is_stored_behind_blocks_shows_that_they_are_there(index: PrefixIndex) -> None:
+    """Of blocks that were taken over there may be several copies: with one that is removed not all are gone."""
+    ticket = promise(index, TOKENS[:10])
+    index.apply(0, stored(TOKENS[:10], 2))
+    index.provisional.drop(ticket)
+    index.apply(0, removed(TOKENS, 1))
+    assert reusable(index, TOKENS) == 0
+
+    index.apply(0, BlockStored((name(TOKENS),), name(TOKENS[:10]), TOKENS[10:], 2))
+    assert reusable(index, TOKENS) == 12
 
 
 # --- units smaller than a block: blocks of six tokens, three units ------------------------------------------------

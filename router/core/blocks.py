@@ -1,0 +1,207 @@
+"""What each rank holds, whatever brought it in: chains of dense blocks, tables of sparse ones, and their names.
+
+A block is named by its chain key (``wire/block_keys``), which stands for the block and all before it. Engines' own
+hashes are mapped onto places in the chains. All of it is kept within a bound.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from router.core.adoption import Adopted
+from router.core.chains import Chains, Runs
+from router.core.forecast import Pool
+from router.core.namespaces import Namespaces
+from router.core.provisional import DENSE, Provisional
+from router.core.rank_state import Names, RankState
+from router.core.tables import CopyTable
+from router.core.usable import Geometry
+from router.wire.kv_events import EngineHash
+
+
+class Blocks:
+    """The blocks of one model, in units of ``block_tokens``. Mutated by its owner, on one thread."""
+
+    def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
+        self.block_tokens = block_tokens
+        self.max_blocks = max_blocks
+        self.evicted_blocks = 0
+        self.provisional = Provisional()
+        self.namespaces = Namespaces()
+        self.adapters: set[str] = set()
+        self._runs = Runs()
+        self._chains: dict[int, Chains] = {}
+        self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
+        self._names: dict[str, Names] = {}
+        self._ranks: dict[int, RankState] = {}
+        self._forgotten = 0
+
+    # --- membership -------------------------------------------------------------------------------
+
+    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None, pool: Pool | None = None) -> None:
+        """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
+        names = self._names.setdefault(domain, Names())
+        self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
+        self._set_stride(slot, 1)
+
+    def remove_rank(self, slot: int) -> None:
+        """Forget a rank and all it held."""
+        self.clear(slot)
+        self._ranks.pop(slot).chains.members &= ~(1 << slot)
+
+    def clear(self, slot: int) -> None:
+        """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
+        rank = self._ranks[slot]
+        self.provisional.forget_ended(slot)
+        rank.chains.clear(slot)
+        for table in self._sparse.values():
+            table.clear(slot)
+        held, rank.blocks = rank.blocks, 0
+        if rank.pool is not None:
+            rank.pool.cleared()
+        rank.forget_waits()
+        rank.adopted = Adopted()
+        if any(table.masks for table in self._sparse.values()):
+            self.sweep()  # before names lose the places that tell what sparse groups still hold
+        else:
+            for chains in self._chains.values():
+                chains.trim()
+            self._note_forgotten(held)
+
+    def _chains_of(self, stride: int) -> Chains:
+        return self._chains.setdefault(stride, Chains(self._runs))
+
+    def _set_stride(self, slot: int, stride: int) -> None:
+        """Note how many units a dense block of the rank has."""
+        rank = self._ranks[slot]
+        rank.chains.members &= ~rank.bit
+        rank.stride, rank.chains = stride, self._chains_of(stride)
+        rank.chains.members |= rank.bit
+
+    # --- the bound ---------------------------------------------------------------------------------------
+
+    def _make_room(self, parent: int | None, blocks: int) -> bool:
+        """Forget what does not fit beside so many more. False: they cannot come in, or not behind ``parent`` now."""
+        if blocks > self.max_blocks:
+            return False
+        if (excess := len(self) + blocks - self.max_blocks) > 0:
+            self._evict(excess)
+        return parent is None or self._runs.key(parent) is not None
+
+    def _evict(self, count: int) -> None:
+        """Forget the longest known tails, on all ranks: what is left is true, only less."""
+        forgotten = 0
+        for chains in self._chains.values():
+            for keys, lost in chains.evict(count - forgotten):
+                forgotten += len(keys)
+                for slot, bits in lost.items():
+                    rank = self._ranks[slot]
+                    rank.blocks -= bits.bit_count()
+                    if rank.pool is not None:
+                        rank.pool.removed([key for at, key in enumerate(keys) if bits >> at & 1], copies=0)
+                for table in self._sparse.values():
+                    for key in keys:
+                        table.discard(key)
+        self.evicted_blocks += forgotten
+        self._note_forgotten(forgotten)
+
+    # --- what was taken over ------------------------------------------------------------------------------
+
+    def _take_over(self, rank: RankState, slot: int, ends: Sequence[int]) -> tuple[int, bool] | None:
+        """The rank has the chain of these dense blocks whole. Returns the last place, and whether it is new; None where
+        there is no room.
+
+        Those it was not known to have stand and fall with the last of them.
+        """
+        path = rank.chains.path(ends, limit=len(ends))
+        places = rank.chains.places(path, len(ends))
+        known, held = len(places), rank.chains.depths(path).get(slot, 0)
+        if len(self) + len(ends) - known > self.max_blocks:
+            return None
+        lacking = [at for at in range(held, known) if not self._runs.holds(slot, places[at], below=False)]
+        for at in lacking:
+            rank.chains.gain(slot, places[at], below=False)
+        if known < len(ends):
+            places += rank.chains.extend(slot, places[-1] if places else None, ends[known:])[1]
+            lacking += range(known, len(ends))
+        if lacking:
+            rank.blocks += len(lacking)
+            self.provisional.confirm(slot, DENSE, [ends[at] for at in lacking])
+            if rank.pool is not None:
+                start = lacking[0]
+                rank.pool.stored(ends[start - 1] if start else None, ends[start:], new=len(lacking))
+        is_new = bool(lacking) and lacking[-1] == len(ends) - 1
+        rank.adopted.take(places[-1], places[:-1], new=[places[at] for at in lacking[: len(lacking) - is_new]])
+        return places[-1], is_new
+
+    def _take_over_sparse(self, rank: RankState, slot: int, units: Sequence[int]) -> None:
+        """A prompt was resumed behind these units, so every group has what that takes."""
+        for group, rule in rank.rules.items():
+            for unit in rule.needed_at(len(units)):
+                if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
+                    self._sparse[group].gain(slot, units[unit])
+
+    def _let_go(self, rank: RankState, slot: int, place: int) -> None:
+        """A place is gone, and with it what was taken over with it."""
+        for each in rank.adopted.let_go(place):
+            self._lose_taken(rank, slot, each)
+
+    def _let_go_nameless(self, rank: RankState, slot: int, place: int) -> None:
+        self._let_go(rank, slot, place)
+        self._lose_taken(rank, slot, place)
+
+    def _name_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
+        """Blocks that had been taken over were stored after all: that is the one copy of them."""
+        for place in places:
+            if rank.adopted.stored(place) and rank.chains.has_twin(slot, place):
+                rank.chains.lose(slot, place, below=False)
+                self._lose_taken_sparse(rank, slot, place)
+
+    def _lose_taken(self, rank: RankState, slot: int, place: int) -> None:
+        self._lose_taken_sparse(rank, slot, place)
+        if (key := self._runs.key(place)) is not None and rank.chains.lose(slot, place, below=False):
+            rank.blocks -= 1
+            if rank.pool is not None:
+                rank.pool.removed((key,), copies=0)
+
+    def _lose_taken_sparse(self, rank: RankState, slot: int, place: int) -> None:
+        if (key := self._runs.key(place)) is not None:
+            for group in rank.rules:
+                self._sparse[group].lose(slot, key)
+
+    # --- names --------------------------------------------------------------------------------------
+
+    def _key(self, rank: RankState, name: EngineHash) -> int | None:
+        place = rank.names.places.get(name)
+        return rank.names.strays.get(name) if place is None else self._runs.key(place)
+
+    def _is_sparse(self, key: int) -> bool:
+        return any(key in table for table in self._sparse.values())
+
+    def _note_forgotten(self, count: int) -> None:
+        self._forgotten += count
+        if self._forgotten > len(self) // 4 + 4096:
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Let go of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
+        self._forgotten = 0
+        for names in self._names.values():
+            names.sweep(self._runs, is_sparse=self._is_sparse)
+        for chains in self._chains.values():
+            chains.trim()
+        if self.namespaces:
+            known = set(self.provisional.dense).union(*(table.masks for table in self._sparse.values()))
+            known.update(*(chains.all_keys() for chains in self._chains.values()))
+            self.namespaces.forget(known.__contains__)
+
+    # --- how much it is ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return sum(chains.blocks for chains in self._chains.values())
+
+    def _copies(self, slot: int) -> int:
+        """Blocks on the device with all their copies, in the dense group."""
+        rank = self._ranks[slot]
+        return rank.blocks + rank.chains.twins(slot)
