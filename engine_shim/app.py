@@ -33,7 +33,7 @@ from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.server import Handing, ServedModel
-from engine_shim.settings import Device, DraftKind, Dtype, Role, RunnerKind, ShimSettings
+from engine_shim.settings import AttentionKind, Device, DraftKind, Dtype, Role, RunnerKind, ShimSettings
 from engine_shim.transfer.legs import RankPages, Transfer
 from engine_shim.transfer.link import Offers
 from engine_shim.transfer.parcel import NoContents
@@ -220,6 +220,7 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
         raise StartError("speculative: what a draft head caches is not handed over; use ngram, or no role")
     from engine_shim.offload.barrier import LayerBarrier
     from engine_shim.runner.torch_runner import TorchRunner
+    kernels = _kernels_attend(settings)
     from engine_shim.speculative.head import HeadDrafter
     from engine_shim.speculative.ngram import NgramDrafter
 
@@ -231,7 +232,14 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
                 drafter = NgramDrafter()
             case DraftKind.HEAD:
                 drafter = HeadDrafter(decoder, layout, barrier=barrier)
-        return TorchRunner(decoder, layout, drafter=drafter, barrier=barrier)
+        return TorchRunner(
+            decoder,
+            layout,
+            drafter=drafter,
+            barrier=barrier,
+            kernels=kernels,
+            graph_decodes=settings.graph_decodes,
+        )
 
     return torch_runner
 
@@ -243,6 +251,23 @@ def _shadowed(
     if not settings.shadow_steps:
         return runner
     shadow = ShadowRunner(
+def _kernels_attend(settings: ShimSettings) -> bool:
+    """Whether Triton's kernels attend; raises ``StartError`` where they are asked for and cannot."""
+    installed = find_spec("triton") is not None
+    kernels = settings.attention is AttentionKind.TRITON or (
+        settings.attention is AttentionKind.AUTO and settings.device is Device.CUDA and installed
+    )
+    if kernels and not installed:
+        raise StartError("attention: triton is not installed: pip install 'homing[kernels]'")
+    if kernels and settings.device is Device.CPU and os.environ.get("TRITON_INTERPRET") != "1":
+        raise StartError("attention: on the CPU Triton only has its interpreter, for tests: TRITON_INTERPRET=1")
+    if settings.graph_decodes and not kernels:
+        raise StartError("graph_decodes: only Triton's kernels can be captured; use --attention triton")
+    if settings.graph_decodes and settings.drafts is not None:
+        raise StartError("graph_decodes: steps with drafts are not captured; leave out one of the two")
+    return kernels
+
+
         runner, layout, generations=scheduler.generations, every_steps=settings.shadow_steps, sample=True
     )
     if isinstance(mover, ShadowMover):

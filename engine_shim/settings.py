@@ -50,6 +50,14 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class AttentionKind(StrEnum):
+    """What attends over the cache: torch, which gathers pages first, or Triton's kernels, which read them in place."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
 class Dtype(StrEnum):
     """What weights and cache are stored as."""
 
@@ -86,6 +94,13 @@ class ShimSettings(BaseModel):
         None, description="Weights and cache. Default: float32 on CPU and for needle, bfloat16 elsewhere."
     )
     threads: _Positive = Field(1, description="CPU threads of torch.")
+    attention: AttentionKind = Field(
+        AttentionKind.AUTO,
+        description="What attends over the cache. auto: triton on CUDA where it is installed, else torch.",
+    )
+    graph_decodes: Annotated[int, Field(ge=0)] = Field(
+        0, description="triton: steps of up to so many decodes are replayed as CUDA graphs; 0 for none."
+    )
     role: Role = Field(
         Role.UNIFIED,
         description="prefill: compute prompts, which decode shims fetch. Both take SGLang's fields and vLLM's.",

@@ -67,7 +67,8 @@ class Plan:
 
     Of a chunk with drafts these are the rows of its last own token and of each draft. ``chunks`` are as they ran, with
     drafts as positions like any other.
-    ``groups`` are those of attention; ``states`` is None for a model without recurrent layers.
+    ``groups`` are those of attention, none where kernels go by page tables (``tables``). ``states`` is None for a model
+    without recurrent layers.
     """
 
     chunks: tuple[Chunk, ...]
@@ -85,8 +86,12 @@ def make_plan(
     drafts: Sequence[tuple[int, ...]] | None = None,
     device: torch.device,
     dtype: torch.dtype,
+    segments: bool = True,
 ) -> Plan:
-    """The plan of ``batch``, with the ``drafts`` of each chunk run behind it; masks are of ``dtype``."""
+    """The plan of ``batch``, with the ``drafts`` of each chunk run behind it; masks are of ``dtype``.
+
+    Without ``segments`` there are no groups.
+    """
     drafts = drafts or ((),) * len(batch.chunks)
     tokens = [
         token
@@ -112,7 +117,9 @@ def make_plan(
         positions=place(positions),
         sampled=place(sampled),
         groups=tuple(
-            group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype) for group in attention
+            group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype)
+            for group in attention
+            if segments
         ),
         states=_states(chunks, layout.state, first_rows, drafts=drafts, device=device) if layout.state else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,15 @@ from engine_shim.attention.buffers import Buffers
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
 from engine_shim.attention.recurrent import PagedRecurrence, States
-from engine_shim.model.decoder import Decoder
+from engine_shim.attention.tables import page_tables
+from engine_shim.model.decoder import Attention, Decoder
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.sampling import Sampler
 from engine_shim.speculative.drafter import Drafter
 from engine_shim.types import Batch, CacheLayout, Sampled
+
+if TYPE_CHECKING:
+    from engine_shim.runner.graphs import DecodeGraphs
 
 
 class TorchRunner:
@@ -31,8 +36,13 @@ class TorchRunner:
         *,
         drafter: Drafter | None = None,
         barrier: LayerBarrier | None = None,
+        kernels: bool = False,
+        graph_decodes: int = 0,
     ) -> None:
-        """``barrier`` is the one that the drafter waits at, too."""
+        """``barrier`` is the one that the drafter waits at, too. With ``kernels`` Triton's attend, not torch.
+
+        Without a drafter, steps of up to ``graph_decodes`` decodes then run as graphs (``graphs``).
+        """
         self.decoder = decoder
         self.layout = layout
         self.barrier = barrier or LayerBarrier()
@@ -58,6 +68,8 @@ class TorchRunner:
             else None
         )
         self._drafter = drafter
+        self._kernels = kernels
+        self._graphs = self._new_graphs(graph_decodes) if kernels and graph_decodes and drafter is None else None
         self._sampler = Sampler(stop_token_ids=frozenset(decoder.config.eos_token_ids))
 
     @torch.inference_mode()
@@ -67,8 +79,10 @@ class TorchRunner:
         Raises ``LoadError`` where a load of the batch does not arrive.
         """
         self.barrier.expect(batch.loads)
+        if self._graphs is not None and self._graphs.takes(batch):
+            return self._sampler(self._graphs.logits(batch.chunks), batch.chunks, ((),) * len(batch.chunks))
         drafts = self._drafts(batch)
-        plan = make_plan(batch, self.layout, drafts=drafts, device=self.decoder.device, dtype=self.decoder.dtype)
+        plan = self._plan(batch, drafts)
         recurrence = self._recurrence(plan)
         hidden = self._hidden(plan, recurrence)
         results = self._sample(hidden.index_select(0, plan.sampled), batch, drafts)
@@ -99,7 +113,7 @@ class TorchRunner:
     def logits(self, batch: Batch) -> Tensor:
         """Run one step and return the logits of every position of the batch, ``[tokens, vocab_size]``."""
         self.barrier.expect(batch.loads)
-        plan = make_plan(batch, self.layout, device=self.decoder.device, dtype=self.decoder.dtype)
+        plan = self._plan(batch)
         return self.decoder.logits(self._hidden(plan, self._recurrence(plan)))
 
     @property
@@ -125,6 +139,16 @@ class TorchRunner:
             drafts[i] = tokens[:fitting]
         return drafts
 
+    def _plan(self, batch: Batch, drafts: Sequence[tuple[int, ...]] | None = None) -> Plan:
+        return make_plan(
+            batch,
+            self.layout,
+            drafts=drafts,
+            device=self.decoder.device,
+            dtype=self.decoder.dtype,
+            segments=not self._kernels,
+        )
+
     def _recurrence(self, plan: Plan) -> PagedRecurrence | None:
         net = self.decoder.config.delta_net
         if self.states is None or plan.states is None or net is None:
@@ -132,5 +156,18 @@ class TorchRunner:
         return PagedRecurrence(self.states, plan.states, net=net)
 
     def _hidden(self, plan: Plan, recurrence: PagedRecurrence | None) -> Tensor:
-        attention = PagedAttention(self.pools, plan, scale=self.decoder.config.attention_scale)
-        return self.decoder.hidden(plan.tokens, plan.positions, attention=attention, recurrence=recurrence)
+        return self.decoder.hidden(plan.tokens, plan.positions, attention=self._attention(plan), recurrence=recurrence)
+
+    def _attention(self, plan: Plan) -> Attention:
+        scale = self.decoder.config.attention_scale
+        if not self._kernels:
+            return PagedAttention(self.pools, plan, scale=scale)
+        from engine_shim.attention.kernel_attention import KernelAttention  # imports triton
+
+        tables = page_tables(plan.chunks, self.layout, device=self.decoder.device)
+        return KernelAttention(self.pools, tables, scale=scale)
+
+    def _new_graphs(self, largest: int) -> DecodeGraphs:
+        from engine_shim.runner.graphs import DecodeGraphs  # imports triton
+
+        return DecodeGraphs(self.decoder, self.pools, self.states, largest=largest)

@@ -39,6 +39,8 @@ class ParityRank:
         record: bool = True,
         drafter: Drafter | Callable[[CacheLayout], Drafter] | None = None,
         draft_tokens: int = 0,
+        kernels: bool = False,
+        graph_decodes: int = 0,
     ) -> None:
         self.layout = layout_for(
             decoder.config,
@@ -49,7 +51,9 @@ class ParityRank:
             draft_head=callable(drafter),
         )
         self.drafter = drafter(self.layout) if callable(drafter) else drafter
-        self.runner = TorchRunner(decoder, self.layout, drafter=self.drafter)
+        self.runner = TorchRunner(
+            decoder, self.layout, drafter=self.drafter, kernels=kernels, graph_decodes=graph_decodes
+        )
         self.scheduler = Scheduler(
             self.layout,
             max_running=max_running,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -37,13 +38,13 @@ _SHAPE = {
 }
 
 
-def _qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, num_hidden_layers=2, tie_word_embeddings=True))
+def _qwen3(shape: dict[str, Any]) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**shape, num_hidden_layers=2, tie_word_embeddings=True))
 
 
-def _gemma3() -> PreTrainedModel:
+def _gemma3(shape: dict[str, Any]) -> PreTrainedModel:
     config = Gemma3TextConfig(
-        **_SHAPE,
+        **shape,
         num_hidden_layers=4,
         query_pre_attn_scalar=20,
         sliding_window=WINDOW,
@@ -57,7 +58,7 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(config)
 
 
-def _llama() -> PreTrainedModel:
+def _llama(shape: dict[str, Any]) -> PreTrainedModel:
     rope = {
         "rope_type": "llama3",
         "rope_theta": 1e3,
@@ -66,12 +67,12 @@ def _llama() -> PreTrainedModel:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=2, rope_parameters=rope, attention_bias=True))
+    return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, rope_parameters=rope, attention_bias=True))
 
 
-def _qwen3_next() -> PreTrainedModel:
+def _qwen3_next(shape: dict[str, Any]) -> PreTrainedModel:
     config = Qwen3NextConfig(
-        **_SHAPE,
+        **shape,
         num_hidden_layers=4,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         num_experts=0,
@@ -101,10 +102,16 @@ class TinyModel:
         return self.reference(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def make_tiny_model(family: str, folder: Path, *, seed: int = 0) -> TinyModel:
-    """Random weights large enough that attention, norms and biases all matter to the logits."""
+def make_tiny_model(family: str, folder: Path, *, seed: int = 0, max_positions: int = 1024) -> TinyModel:
+    """Random weights large enough that attention, norms and biases all matter to the logits.
+
+    Beyond 1024 positions the reference attends by torch's fused kernels: scores written out would not fit in memory.
+    """
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    shape = {**_SHAPE, "max_position_embeddings": max_positions}
+    if max_positions > 1024:
+        shape["attn_implementation"] = "sdpa"
+    model = FAMILIES[family](shape).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
