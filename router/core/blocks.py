@@ -75,6 +75,9 @@ class Blocks:
     def _set_stride(self, slot: int, stride: int) -> None:
         """Note how many units a dense block of the rank has."""
         rank = self._ranks[slot]
+        if stride != rank.stride:  # what is known by now was in lower tiers, in blocks of another size
+            rank.chains.clear(slot)
+            rank.chains.trim()
         rank.chains.members &= ~rank.bit
         rank.stride, rank.chains = stride, self._chains_of(stride)
         rank.chains.members |= rank.bit
@@ -119,9 +122,9 @@ class Blocks:
         known, held = len(places), rank.chains.depths(path).get(slot, 0)
         if len(self) + len(ends) - known > self.max_blocks:
             return None
-        lacking = [at for at in range(held, known) if not self._runs.holds(slot, places[at], below=False)]
+        lacking = [at for at in range(held, known) if not self._runs.holds(slot, places[at])]
         for at in lacking:
-            rank.chains.gain(slot, places[at], below=False)
+            rank.chains.gain(slot, places[at])
         if known < len(ends):
             places += rank.chains.extend(slot, places[-1] if places else None, ends[known:])[1]
             lacking += range(known, len(ends))
@@ -155,12 +158,12 @@ class Blocks:
         """Blocks that had been taken over were stored after all: that is the one copy of them."""
         for place in places:
             if rank.adopted.stored(place) and rank.chains.has_twin(slot, place):
-                rank.chains.lose(slot, place, below=False)
+                rank.chains.lose(slot, place)
                 self._lose_taken_sparse(rank, slot, place)
 
     def _lose_taken(self, rank: RankState, slot: int, place: int) -> None:
         self._lose_taken_sparse(rank, slot, place)
-        if (key := self._runs.key(place)) is not None and rank.chains.lose(slot, place, below=False):
+        if (key := self._runs.key(place)) is not None and rank.chains.lose(slot, place):
             rank.blocks -= 1
             if rank.pool is not None:
                 rank.pool.removed((key,), copies=0)

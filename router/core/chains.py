@@ -14,11 +14,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from router.core.holders import Holders
+from router.wire.kv_events import GPU
 
 #: Positions in a run: its longest length, and the factor between the numbers of two runs.
 RUN_BLOCKS = 1 << 22
@@ -28,7 +29,7 @@ RUN_BLOCKS = 1 << 22
 class Run:
     """Blocks one behind the other, by chain key. ``parent`` is where it begins: behind a block of another run.
 
-    ``device`` and ``below`` are its holders in accelerator memory and in the tiers under it. ``floor`` is the length up
+    ``device`` are its holders in accelerator memory, ``lower`` those of each tier under it. ``floor`` is the length up
     to which other runs need it.
     """
 
@@ -36,14 +37,18 @@ class Run:
     keys: array[int]
     parent: tuple[Run, int] | None
     device: Holders = field(default_factory=Holders)
-    below: Holders = field(default_factory=Holders)
+    lower: dict[str, Holders] = field(default_factory=dict)
     branches: dict[int, set[Run]] = field(default_factory=dict)
     floor: int = 0
     has_lost_its_end: bool = False
 
-    def holders(self, *, below: bool) -> Holders:
-        """Those of one side."""
-        return self.below if below else self.device
+    def holders(self, tier: str) -> Holders:
+        """Those of one tier."""
+        return self.device if tier == GPU else self.lower.setdefault(tier, Holders())
+
+    def all_holders(self) -> Iterable[Holders]:
+        """Those of each tier."""
+        return (self.device, *self.lower.values())
 
     def places(self, start: int, stop: int) -> range:
         """The names of a stretch of its blocks."""
@@ -74,15 +79,15 @@ class Runs:
         run, at = self.at(place)
         return None if run is None or at >= len(run.keys) else run.keys[at]
 
-    def holds(self, slot: int, place: int, *, below: bool) -> bool:
+    def holds(self, slot: int, place: int, *, tier: str = GPU) -> bool:
         """Whether a rank holds a block."""
         run, at = self.at(place)
-        return run is not None and run.holders(below=below).holds(slot, at)
+        return run is not None and run.holders(tier).holds(slot, at)
 
     def is_held(self, place: int) -> bool:
         """Whether any rank holds a block, on whatever tier."""
         run, at = self.at(place)
-        return run is not None and (run.device.any_holds(at) or run.below.any_holds(at))
+        return run is not None and any(holders.any_holds(at) for holders in run.all_holders())
 
 
 #: A stretch of a chain that a run has: where it begins in the chain, the run, and how many of the run's first blocks.
@@ -96,22 +101,22 @@ class Chains:
         """``runs`` are shared with the chains of other block lengths. ``members`` are the ranks' slots, as bits."""
         self._runs = runs
         self._firsts: dict[int, Run] = {}
-        self._copies: dict[tuple[int, bool, int], int] = {}
+        self._copies: dict[tuple[int, str, int], int] = {}
         self._twins: Counter[int] = Counter()
         self.members = 0
-        self.has_below = False
+        self.has_lower = False
         self.blocks = 0
 
     # --- what ranks store and lose --------------------------------------------------------------------
 
     def extend(
-        self, slot: int, parent: int | None, keys: Sequence[int], *, below: bool = False
+        self, slot: int, parent: int | None, keys: Sequence[int], *, tier: str = GPU
     ) -> tuple[int, Iterator[int]]:
         """A rank stored blocks one behind the other after the place ``parent`` (None: at a chain's start).
 
         Returns how many of them are new to the rank, and the places of all.
         """
-        self.has_below = self.has_below or below
+        self.has_lower = self.has_lower or tier != GPU
         spans: list[tuple[Run, int, int]] = []
         run, stop, at = None, 0, 0
         if parent is not None:
@@ -125,7 +130,7 @@ class Chains:
             at, stop = start + shared, shared
         if at < len(keys):
             spans.append(self._append(run, stop, keys[at:] if at else keys))
-        new = sum([self._gain(run, slot, start, stop, below=below) for run, start, stop in spans])
+        new = sum([self._gain(run, slot, start, stop, tier) for run, start, stop in spans])
         return new, chain.from_iterable([run.places(start, stop) for run, start, stop in spans])
 
     def _append(self, run: Run | None, stop: int, keys: Sequence[int]) -> tuple[Run, int, int]:
@@ -142,45 +147,45 @@ class Chains:
         self._firsts[keys[0]] = added
         return added, 0, len(keys)
 
-    def gain(self, slot: int, place: int, *, below: bool) -> bool:
+    def gain(self, slot: int, place: int, *, tier: str = GPU) -> bool:
         """A rank has one more copy of a known block; True if it is its first there."""
-        self.has_below = self.has_below or below
+        self.has_lower = self.has_lower or tier != GPU
         run, at = self._runs.at(place)
-        return run is not None and bool(self._gain(run, slot, at, at + 1, below=below))
+        return run is not None and bool(self._gain(run, slot, at, at + 1, tier))
 
-    def _gain(self, run: Run, slot: int, start: int, stop: int, *, below: bool) -> int:
-        twins = run.holders(below=below).gain(slot, start, stop)
+    def _gain(self, run: Run, slot: int, start: int, stop: int, tier: str) -> int:
+        twins = run.holders(tier).gain(slot, start, stop)
         if twins:
             for offset, place in enumerate(run.places(start, stop)):
                 if twins >> offset & 1:
-                    self._count_copy((slot, below, place), 1)
+                    self._count_copy((slot, tier, place), 1)
         return stop - start - twins.bit_count()
 
-    def lose(self, slot: int, place: int, *, below: bool) -> bool:
+    def lose(self, slot: int, place: int, *, tier: str = GPU) -> bool:
         """Take a copy away; True if it was the rank's last there."""
-        copy = slot, below, place
+        copy = slot, tier, place
         if copy in self._copies:
             self._count_copy(copy, -1)
             return False
         run, at = self._runs.at(place)
-        if run is None or not run.holders(below=below).lose(slot, at):
+        if run is None or not run.holders(tier).lose(slot, at):
             return False
         self._trim(run)
         return True
 
-    def _count_copy(self, copy: tuple[int, bool, int], change: int) -> None:
-        slot, below, _ = copy
+    def _count_copy(self, copy: tuple[int, str, int], change: int) -> None:
+        slot, tier, _ = copy
         count = self._copies.get(copy, 0) + change
         if count:
             self._copies[copy] = count
         else:
             self._copies.pop(copy, None)
-        if not below:
+        if tier == GPU:
             self._twins[slot] += change
 
     def has_twin(self, slot: int, place: int) -> bool:
         """Whether a rank has more than one copy of a block on its device."""
-        return (slot, False, place) in self._copies
+        return (slot, GPU, place) in self._copies
 
     def twins(self, slot: int) -> int:
         """Copies beyond the first that a rank has on its device, of all its blocks."""
@@ -189,8 +194,8 @@ class Chains:
     def clear(self, slot: int) -> None:
         """Forget all a rank held. Takes time in the number of runs; ``trim`` lets go of what nobody holds then."""
         for run in self._firsts.values():
-            run.device.drop(slot)
-            run.below.drop(slot)
+            for holders in run.all_holders():
+                holders.drop(slot)
         for copy in [copy for copy in self._copies if copy[0] == slot]:
             self._count_copy(copy, -self._copies[copy])
 
@@ -201,7 +206,7 @@ class Chains:
                 self._trim(run)
 
     def _trim(self, run: Run) -> None:
-        length = max(run.device.length(), run.below.length(), run.floor)
+        length = max(run.floor, *[holders.length() for holders in run.all_holders()])
         if length < len(run.keys):
             self._shorten(run, length)
 
@@ -234,14 +239,12 @@ class Chains:
             keys = run.keys[length:]
             count -= len(keys)
             lost = dict(run.device.cut_to(length))
-            lost_below = dict(run.below.cut_to(length))
+            copies = [(slot, GPU) for slot in lost]
+            copies += [(slot, tier) for tier, holders in run.lower.items() for slot, _ in holders.cut_to(length)]
             if self._copies:
                 for place in run.places(length, length + len(keys)):
-                    for copy in [
-                        *((slot, False, place) for slot in lost),
-                        *((slot, True, place) for slot in lost_below),
-                    ]:
-                        self._count_copy(copy, -self._copies.get(copy, 0))
+                    for slot, tier in copies:
+                        self._count_copy((slot, tier, place), -self._copies.get((slot, tier, place), 0))
             self._shorten(run, length)
             if length:
                 self._trim(run)
@@ -266,7 +269,7 @@ class Chains:
         """
         found: dict[int, int] = {}
         for start, run, shared in path:
-            cuts = _joint_cuts(run) if below and run.below else run.device.cuts
+            cuts = _joint_cuts(run) if below and run.lower else run.device.cuts
             if not start:
                 is_whole = shared == len(run.keys)
                 found = dict(cuts) if is_whole else {slot: min(cut, shared) for slot, cut in cuts.items()}
@@ -288,7 +291,8 @@ class Chains:
         """Whether a rank holds one block of a chain, gaps before it or not. ``below``: on the device or under it."""
         for start, run, shared in path:
             if at < start + shared:
-                return run.device.holds(slot, at - start) or (below and run.below.holds(slot, at - start))
+                tiers = run.all_holders() if below else (run.device,)
+                return any(holders.holds(slot, at - start) for holders in tiers)
         return False
 
     def keys_of(self, slot: int) -> frozenset[int]:
@@ -307,8 +311,9 @@ class Chains:
 def _joint_cuts(run: Run) -> dict[int, int]:
     """Blocks from a run's start that each slot holds on the device or below."""
     joint = Holders()
-    for slot in {*run.device.cuts, *run.device.odd, *run.below.cuts, *run.below.odd}:
-        joint._set_bits(slot, run.device.bits(slot) | run.below.bits(slot))
+    for holders in run.all_holders():
+        for slot in {*holders.cuts, *holders.odd}:
+            joint.add(slot, holders.bits(slot))
     return joint.cuts
 
 

@@ -39,6 +39,10 @@ class Holders:
         self._set_bits(slot, bits | span << start)
         return bits >> start & span
 
+    def add(self, slot: int, bits: int) -> None:
+        """A slot has these blocks, too."""
+        self._set_bits(slot, self.bits(slot) | bits)
+
     def lose(self, slot: int, at: int) -> bool:
         """A slot loses a block; False if it did not hold it."""
         if not self.holds(slot, at):

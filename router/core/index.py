@@ -123,7 +123,7 @@ class PrefixIndex(Residency):
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
-        if not any(chains.has_below for chains in self._chains.values()):
+        if not any(chains.has_lower for chains in self._chains.values()):
             return {}
         found = self._depths(keys, prompt_tokens, below=True)
         return {slot: depth * self.block_tokens for slot, depth in found.items()}

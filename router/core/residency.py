@@ -16,8 +16,8 @@ from router.core.adoption import Expected
 from router.core.blocks import Blocks
 from router.core.provisional import DENSE
 from router.core.rank_state import RankState, keys_of_event
-from router.core.usable import Kind, rule_of
-from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event
+from router.core.usable import Kind, Rule, rule_of
+from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, tier_of
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
@@ -58,13 +58,7 @@ class Residency(Blocks):
 
     def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A group's first event tells what it is. The first dense one carries the chains."""
-        rule = rule_of(
-            event.kind,
-            window_tokens=event.window_tokens,
-            block_tokens=event.block_tokens,
-            unit_tokens=self.block_tokens,
-            geometry=rank.geometry,
-        )
+        rule = self._rule(rank, event)
         if rule.kind is Kind.DENSE and rank.dense_group is None:
             rank.dense_group = event.group
             self._set_stride(slot, rule.stride)
@@ -73,6 +67,15 @@ class Residency(Blocks):
             rank.pool = None  # the groups share one, in an order that no event tells
         rank.align = math.lcm(
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
+        )
+
+    def _rule(self, rank: RankState, event: BlockStored) -> Rule:
+        return rule_of(
+            event.kind,
+            window_tokens=event.window_tokens,
+            block_tokens=event.block_tokens,
+            unit_tokens=self.block_tokens,
+            geometry=rank.geometry,
         )
 
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
@@ -86,7 +89,7 @@ class Residency(Blocks):
         if parent_key is None and event.parent is not None:
             rank.wait_for_parent(event.parent, event)
             return
-        if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent, below=False)):
+        if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent)):
             self._heal(rank, slot, parent)
         if event.lora_name:
             self.adapters.add(event.lora_name)
@@ -144,6 +147,11 @@ class Residency(Blocks):
         rank = self._ranks[slot]
         if event.group in rank.rules:
             return
+        tier = tier_of(event.medium)
+        if rank.dense_group is None and event.is_dense and event.hashes:
+            rule = self._rule(rank, event)
+            if rule.kind is Kind.DENSE and rule.stride != rank.stride:  # until the device's own blocks tell
+                self._set_stride(slot, rule.stride)
         known = [rank.names.places.get(name) for name in event.hashes]
         known = [place if place is not None and self._runs.key(place) is not None else None for place in known]
         if None in known and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
@@ -152,25 +160,23 @@ class Residency(Blocks):
             if key is not None or event.parent is None:
                 keys = keys_of_event(event, key, unit_tokens=self.block_tokens)
                 if self._make_room(parent, len(keys)):
-                    rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, below=True)[1])
+                    rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, tier=tier)[1])
                 return
         for place in known:
             if place is not None:
-                rank.chains.gain(slot, place, below=True)
+                rank.chains.gain(slot, place, tier=tier)
 
     def _remove(self, slot: int, event: BlockRemoved) -> None:
         rank = self._ranks[slot]
-        below = event.medium != GPU
+        tier = tier_of(event.medium)
         if event.group in rank.rules:
-            if not below:
+            if tier == GPU:
                 for name in event.hashes:
                     self._lose_sparse(rank, slot, name, event.group)
-        elif below or event.group == rank.dense_group:
+        elif tier != GPU or event.group == rank.dense_group:
             copies = self._copies(slot)
-            gone = [
-                key for name in event.hashes if (key := self._remove_dense(rank, slot, name, below=below)) is not None
-            ]
-            if rank.pool is not None and not below:
+            gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
+            if rank.pool is not None and tier == GPU:
                 rank.pool.removed(gone, copies=copies)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
@@ -184,25 +190,25 @@ class Residency(Blocks):
         if name in rank.names.strays and not self._is_sparse(key):
             del rank.names.strays[name]
 
-    def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, *, below: bool) -> int | None:
+    def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, tier: str) -> int | None:
         """Returns the block's key if this was the rank's last copy of it."""
         place = rank.names.places.get(name)
         if place is None or (key := self._runs.key(place)) is None:
             if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
                 self._lose_sparse(rank, slot, name, TAILS)
-            elif not rank.drop_orphan(name) and (gone := rank.adopted.removed_unknown()) is not None:
+            elif tier == GPU and not rank.drop_orphan(name) and (gone := rank.adopted.removed_unknown()) is not None:
                 self._let_go_nameless(rank, slot, gone)
             return None
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
             alike = [each for each in self.namespaces.alike(key) if each in places]
-            key = next((each for each in alike if self._runs.holds(slot, places[each], below=below)), key)
+            key = next((each for each in alike if self._runs.holds(slot, places[each], tier=tier)), key)
             place = places[key]
-        if rank.orphans and not self._runs.holds(slot, place, below=below):  # another rank gave it the name
+        if tier == GPU and rank.orphans and not self._runs.holds(slot, place):  # another rank gave it the name
             rank.drop_orphan(name)
             return None
-        is_last = rank.chains.lose(slot, place, below=below)
-        if is_last and not below:
+        is_last = rank.chains.lose(slot, place, tier=tier)
+        if is_last and tier == GPU:
             rank.blocks -= 1
             if rank.adopted.is_used:
                 self._let_go(rank, slot, place)

@@ -30,6 +30,7 @@ SLIDING_WINDOW: Final = "sliding_window"
 REPLAY_END: Final = b"\xff" * 8
 GPU: Final = "GPU"
 REMOTE: Final = "REMOTE"
+_HOST: Final = "CPU"
 _U64 = (1 << 64) - 1
 _MAX_BLOCK_TOKENS = 1 << 20
 _T = TypeVar("_T")
@@ -121,6 +122,11 @@ class EventSource:
     snapshot_path: str | None = None
     block_tokens: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def tier_of(medium: str) -> str:
+    """The tier of a medium: SGLang copies into CPU_PINNED memory what it then removes from the CPU."""
+    return _HOST if medium.upper().startswith(_HOST) else medium
 
 
 # --- decoding -----------------------------------------------------------------------------------

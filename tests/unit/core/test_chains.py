@@ -15,7 +15,8 @@ from router.wire.block_keys import block_keys
 TEXTS = ("aaaaaaaa", "aaaabbbb", "aabbbbbb", "baaa", "aaaabbaa")
 SLOTS = (0, 1, 70)
 PREFIXES = st.tuples(st.sampled_from(TEXTS), st.integers(1, 8)).map(lambda pair: pair[0][: pair[1]])
-SIDES = st.booleans()
+TIERS = ("GPU", "CPU", "DISK")
+TIER = st.sampled_from(TIERS)
 
 
 def keys_of(text: str) -> list[int]:
@@ -23,59 +24,59 @@ def keys_of(text: str) -> list[int]:
 
 
 class ChainsMachine(RuleBasedStateMachine):
-    """Stores at known places, twins, removals of any copy, clears and evictions, on two tiers."""
+    """Stores at known places, twins, removals of any copy, clears and evictions, on three tiers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runs = Runs()
         self.chains = Chains(self.runs)
-        self.held: Counter[tuple[int, bool, str]] = Counter()
+        self.held: Counter[tuple[int, str, str]] = Counter()
         self.places: dict[str, int] = {}
 
     def known(self, prefix: str) -> bool:
         """Blocks without holders may be known still, where others stand behind them."""
         return prefix in self.places and self.runs.key(self.places[prefix]) is not None
 
-    def holders(self, prefix: str) -> set[tuple[int, bool]]:
-        return {(slot, below) for slot in SLOTS for below in (False, True) if self.held[slot, below, prefix] > 0}
+    def holders(self, prefix: str) -> set[tuple[int, str]]:
+        return {(slot, tier) for slot in SLOTS for tier in TIERS if self.held[slot, tier, prefix] > 0}
 
-    @rule(slot=st.sampled_from(SLOTS), below=SIDES, text=PREFIXES, data=st.data())
-    def store(self, slot: int, below: bool, text: str, data: st.DataObject) -> None:
+    @rule(slot=st.sampled_from(SLOTS), tier=TIER, text=PREFIXES, data=st.data())
+    def store(self, slot: int, tier: str, text: str, data: st.DataObject) -> None:
         """Blocks behind any known one, or from the start."""
         starts = [0, *(start for start in range(1, len(text)) if self.known(text[:start]))]
         start = data.draw(st.sampled_from(starts), label="start")
         parent = self.places[text[:start]] if start else None
-        new, places = self.chains.extend(slot, parent, keys_of(text)[start:], below=below)
+        new, places = self.chains.extend(slot, parent, keys_of(text)[start:], tier=tier)
         stored = [text[:end] for end in range(start + 1, len(text) + 1)]
-        assert new == sum(self.held[slot, below, prefix] == 0 for prefix in stored)
+        assert new == sum(self.held[slot, tier, prefix] == 0 for prefix in stored)
         for prefix, place in zip(stored, places, strict=True):
             assert not self.known(prefix) or self.places[prefix] == place
             self.places[prefix] = place
-            self.held[slot, below, prefix] += 1
+            self.held[slot, tier, prefix] += 1
 
-    @rule(slot=st.sampled_from(SLOTS), below=SIDES, prefix=PREFIXES)
-    def gain(self, slot: int, below: bool, prefix: str) -> None:
+    @rule(slot=st.sampled_from(SLOTS), tier=TIER, prefix=PREFIXES)
+    def gain(self, slot: int, tier: str, prefix: str) -> None:
         """A copy of one block, known by name alone."""
         if self.known(prefix):
-            assert self.chains.gain(slot, self.places[prefix], below=below) == (self.held[slot, below, prefix] == 0)
-            self.held[slot, below, prefix] += 1
+            assert self.chains.gain(slot, self.places[prefix], tier=tier) == (self.held[slot, tier, prefix] == 0)
+            self.held[slot, tier, prefix] += 1
 
     @rule(data=st.data())
     @precondition(lambda self: any(self.held.values()))
     def lose(self, data: st.DataObject) -> None:
         """A copy of any block goes, inner ones too."""
-        slot, below, prefix = data.draw(
+        slot, tier, prefix = data.draw(
             st.sampled_from(sorted(each for each, n in self.held.items() if n)), label="copy"
         )
-        self.held[slot, below, prefix] -= 1
-        lost = self.chains.lose(slot, self.places[prefix], below=below)
-        assert lost == (self.held[slot, below, prefix] == 0)
+        self.held[slot, tier, prefix] -= 1
+        lost = self.chains.lose(slot, self.places[prefix], tier=tier)
+        assert lost == (self.held[slot, tier, prefix] == 0)
 
-    @rule(slot=st.sampled_from(SLOTS), below=SIDES, prefix=PREFIXES)
-    def lose_what_is_not_there(self, slot: int, below: bool, prefix: str) -> None:
+    @rule(slot=st.sampled_from(SLOTS), tier=TIER, prefix=PREFIXES)
+    def lose_what_is_not_there(self, slot: int, tier: str, prefix: str) -> None:
         """Nothing happens."""
-        if prefix in self.places and not self.held[slot, below, prefix]:
-            assert not self.chains.lose(slot, self.places[prefix], below=below)
+        if prefix in self.places and not self.held[slot, tier, prefix]:
+            assert not self.chains.lose(slot, self.places[prefix], tier=tier)
 
     @rule(slot=st.sampled_from(SLOTS))
     def clear(self, slot: int) -> None:
@@ -94,7 +95,7 @@ class ChainsMachine(RuleBasedStateMachine):
         for keys, lost in self.chains.evict(count):
             stretch = [by_key[key] for key in keys]
             for slot in SLOTS:
-                held = [self.held[slot, False, prefix] > 0 for prefix in stretch]
+                held = [self.held[slot, "GPU", prefix] > 0 for prefix in stretch]
                 assert [bool(lost.get(slot, 0) >> at & 1) for at in range(len(stretch))] == held
             for prefix in stretch:
                 assert not any(self.known(longer) for longer in self.places if longer[:-1] == prefix)
@@ -116,7 +117,7 @@ class ChainsMachine(RuleBasedStateMachine):
                     for slot in SLOTS:
                         depth = 0
                         while depth < limit and any(
-                            self.held[slot, side, text[: depth + 1]] for side in {False, below}
+                            self.held[slot, tier, text[: depth + 1]] for tier in (TIERS if below else TIERS[:1])
                         ):
                             depth += 1
                         if depth:
@@ -131,15 +132,15 @@ class ChainsMachine(RuleBasedStateMachine):
             for at in range(len(text)):
                 prefix = text[: at + 1]
                 for slot in SLOTS:
-                    assert self.chains.holds_at(path, slot, at) == (self.held[slot, False, prefix] > 0)
-                    either = any(self.held[slot, side, prefix] > 0 for side in (False, True))
+                    assert self.chains.holds_at(path, slot, at) == (self.held[slot, "GPU", prefix] > 0)
+                    either = any(self.held[slot, tier, prefix] > 0 for tier in TIERS)
                     assert self.chains.holds_at(path, slot, at, below=True) == either
                 if prefix in self.places:
                     assert self.runs.is_held(self.places[prefix]) == bool(self.holders(prefix))
-                    for slot, below in self.holders(prefix):
-                        assert self.runs.holds(slot, self.places[prefix], below=below)
+                    for slot, tier in self.holders(prefix):
+                        assert self.runs.holds(slot, self.places[prefix], tier=tier)
         for slot in SLOTS:
-            expected = {keys_of(prefix)[-1] for s, below, prefix in +self.held if s == slot and not below}
+            expected = {keys_of(prefix)[-1] for s, tier, prefix in +self.held if s == slot and tier == "GPU"}
             assert self.chains.keys_of(slot) == expected
         held = {prefix for _, _, prefix in +self.held}
         needed = {text[:end] for text in held for end in range(1, len(text) + 1)}

@@ -40,6 +40,11 @@ def reusable(index: PrefixIndex, tokens: Sequence[int] = (*TOKENS, 1), *, salt: 
     return index.reusable_tokens(keys, prompt_tokens=len(tokens))
 
 
+def loadable(index: PrefixIndex) -> dict[int, int]:
+    keys = block_keys((*TOKENS, 1), block_tokens=2, parent=namespace_seed("", ""))
+    return index.loadable_tokens(keys, prompt_tokens=13)
+
+
 def test_each_rank_is_as_deep_as_it_holds(index: PrefixIndex) -> None:
     """Three ranks with one, three and six blocks."""
     for slot, last in enumerate((0, 2, 5)):
@@ -259,6 +264,39 @@ def test_a_late_window_that_another_rank_has_named_is_dropped_where_it_goes(inde
     index.apply(0, dense)
 
     assert reusable(index) == {1: 2}
+
+
+def test_a_copy_that_leaves_one_tier_stays_in_the_other(index: PrefixIndex) -> None:
+    """On disk there are six blocks; host memory, whose copies nobody has heard of, gives two of them up."""
+    index.apply(0, stored(0, 5))
+    index.apply(0, replace(stored(0, 5), medium="DISK"))
+    index.apply(0, BlockRemoved(hashes=(5, 4), medium="CPU"))
+    index.apply(0, AllBlocksCleared())
+    assert loadable(index) == {}
+
+    index.apply(0, replace(stored(0, 5), medium="DISK"))
+    index.apply(0, BlockRemoved(hashes=(5, 4), medium="CPU"))
+    assert loadable(index) == {0: 12}
+
+
+def test_host_memory_is_one_tier_pinned_or_not(index: PrefixIndex) -> None:
+    """SGLang stores into pinned memory, and removes from the CPU's."""
+    index.apply(0, replace(stored(0, 5), medium="CPU_PINNED"))
+    assert loadable(index) == {0: 12}
+    index.apply(0, BlockRemoved(hashes=(5, 4), medium="CPU"))
+    assert loadable(index) == {0: 8}
+
+
+def test_a_lower_tier_that_is_heard_of_first_tells_the_size_of_blocks() -> None:
+    """Blocks of four tokens in units of two; the device's own may be of another size."""
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine")
+    index.apply(0, BlockStored((1, 2, 3), None, TOKENS, 4, medium="CPU"))
+    assert loadable(index) == {0: 12}
+
+    index.apply(0, stored(0, 2))
+    assert loadable(index) == reusable(index) == {0: 6}
+    assert len(index) == 3
 
 
 def test_a_removal_of_a_group_that_nobody_has_met_takes_nothing(index: PrefixIndex) -> None:
