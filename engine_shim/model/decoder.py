@@ -228,14 +228,17 @@ class Decoder:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each pair of turned dimensions, float32 (formulas of transformers)."""
+    """Radians per position of each pair of turned dimensions, float32.
+
+    Rounded as transformers' formulas are, operation by operation: at 16,000 tokens a last bit is 0.001 radians.
+    """
     turned = int(head_dim * rope.turned_ratio)
     frequencies = 1.0 / (rope.base ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned))
     frequencies = frequencies / rope.scale
     if rope.llama3 is None:
         return frequencies
     scaling = rope.llama3
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    turns = scaling.original_positions / (2 * math.pi / frequencies)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
