@@ -23,7 +23,7 @@ COMPILED = {
         "prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
-    "router/wire": "anthropic block_keys headers http1 openai responses sse text_keys",
+    "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse text_keys",
 }
 
 extensions = []

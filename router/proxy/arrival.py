@@ -63,12 +63,11 @@ class Arrivals:
 class Arrival:
     """One request that has not been sent yet."""
 
-    __slots__ = ("_arrivals", "_exchange", "_headers", "_leave", "_outbound", "_timer")
+    __slots__ = ("_arrivals", "_exchange", "_leave", "_outbound", "_timer")
 
     def __init__(self, arrivals: Arrivals, exchange: Exchange) -> None:
         self._arrivals = arrivals
         self._exchange = exchange
-        self._headers: dict[str, str] = {}
         self._outbound: Outbound | None = None
         #: Ends what is being waited for.
         self._leave: Callable[[], object] | None = None
@@ -92,7 +91,7 @@ class Arrival:
 
     def _read_terms(self) -> None:
         exchange = self._exchange
-        headers = self._headers = names.as_text(exchange.request.headers)
+        headers = exchange.request.head.text
         timeout_seconds = _timeout_seconds(headers)
         if timeout_seconds is not None:
             exchange.expire_after(timeout_seconds, UpstreamTimeout("The request's own time is over.", code="deadline"))
@@ -122,17 +121,21 @@ class Arrival:
 
     def _prepare(self) -> None:
         """Read the request and have it prepared."""
-        exchange, request, headers = self._exchange, self._exchange.request, self._headers
+        exchange, request = self._exchange, self._exchange.request
         assert exchange.endpoint is not None, "the router answers this itself"
         self._leave = None
         inference = openai.parse_request(exchange.endpoint, request.body)
-        headers["x-request-id"] = exchange.request_id.decode("ascii")
-        lines = self._arrivals.rules.request_lines(request.headers) + exchange.id_line
+        head = request.head
+        if head.forwarded is None:
+            head.forwarded = self._arrivals.rules.request_lines(head.headers)
+        lines = head.forwarded + exchange.id_line
         if exchange.trace is not None:
             lines += exchange.trace.lines()
-        self._outbound = Outbound(inference, request.target, lines)
+        self._outbound = Outbound(inference, head.target, lines)
         brain = self._arrivals.forwarder.brain
-        prepared = eager.start(brain.prepare(inference, headers, tenant=exchange.tenant), exchange.client.loop)
+        request_id = exchange.request_id.decode("ascii")
+        preparing = brain.prepare(inference, head.text, tenant=exchange.tenant, request_id=request_id)
+        prepared = eager.start(preparing, exchange.client.loop)
         if isinstance(prepared, asyncio.Task):
             self._leave = prepared.cancel
             prepared.add_done_callback(self._prepared)

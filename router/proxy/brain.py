@@ -30,8 +30,6 @@ from router.telemetry.metrics import Metrics
 from router.wire.openai import Endpoint, InferenceRequest
 from router.wire.text_keys import text_bytes
 
-#: The header that names a request, as the data plane gives it here and to the client.
-REQUEST_ID = "x-request-id"
 _ASSUMED_OUTPUT_TOKENS = 256
 #: These go by load alone.
 _LEAVES_NOTHING = frozenset({Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.RERANK})
@@ -78,8 +76,13 @@ class RouterBrain(Models):
 
     # --- a request ------------------------------------------------------------------------------------
 
-    async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
-        """Recognise the session and key the prompt. Raises ``NotFound`` for a model nobody serves."""
+    async def prepare(
+        self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str, request_id: str = ""
+    ) -> PreparedRequest:
+        """Recognise the session and key the prompt. Raises ``NotFound`` for a model nobody serves.
+
+        Decisions about a request without an id are not kept.
+        """
         model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
         if session is not None and self._fleet.shared.is_shared:
@@ -111,7 +114,7 @@ class RouterBrain(Models):
         self._metrics.prompts.labels(keyed).inc()
         prepared.ideal_tokens = self._ideal_tokens(prepared)
         prepared.decided = Decided(
-            headers.get(REQUEST_ID, ""),
+            request_id,
             model,
             tenant=tenant,
             session=session_hash(session),
@@ -132,7 +135,6 @@ class RouterBrain(Models):
         decision = copy(self._policy)(self._fleet.view, route, rng, now)
         if decision is None:
             raise no_worker(self._fleet.view, prepared.model)
-        prepared.decided.request_id = ""
         self.decisions.add(prepared.decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
         return prepared.decided
 

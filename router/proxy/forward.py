@@ -22,7 +22,6 @@ from router.proxy.relay import Relay
 from router.proxy.types import Attempt, Brain, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
-from router.wire import headers as names
 from router.wire import http1
 
 
@@ -270,11 +269,10 @@ class Forwarding:
                 seconds = relay.began_seconds - exchange.started_seconds
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
         if not client.begun:
-            client.start(
-                http1.status_line(head.status, head.reason),
-                names.response_lines(head.headers) + self._decision_lines(),
-                has_length=head.has_length,
-            )
+            lines = head.lines + self._decision_lines()
+            if head.length is not None:
+                lines += b"content-length: %d\r\n" % head.length
+            client.start(head.status_line, lines, has_length=head.has_length)
         return relay
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
@@ -307,13 +305,11 @@ class Forwarding:
             return exchange.fail(error_of(last))
         if exchange.client.begun:
             return exchange.fail(UpstreamFailed(f"The worker answered {last.head.status}."))
-        lines = last.lines + names.response_lines(
-            header for header in last.head.headers if header[0].lower() != names.CONTENT_LENGTH
-        )
+        lines = last.lines + last.head.lines
         if not http1.bodiless(last.head.status):
             lines += b"content-length: %d\r\n" % len(last.body)
         exchange.status = last.head.status
-        exchange.client.start(http1.status_line(last.head.status, last.head.reason), lines, has_length=True)
+        exchange.client.start(last.head.status_line, lines, has_length=True)
         exchange.client.write(last.body)
         exchange.client.end()
         return exchange.finish()

@@ -27,7 +27,8 @@ from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire import headers as names
-from router.wire.http1 import HttpRequest
+from router.wire.http1 import HttpRequest, RequestHead
+from router.wire.known_heads import KnownHeads
 from router.wire.openai import Endpoint
 
 _BACKLOG: Final = 4096
@@ -87,6 +88,7 @@ class DataPlane:
     ) -> None:
         """``keyring`` None: everybody may come in."""
         self.settings = server_settings
+        self.known_heads: KnownHeads[RequestHead] = KnownHeads()
         self._keyring = keyring
         self._tls = tls
         self._tracing = tracing
@@ -208,19 +210,20 @@ class DataPlane:
 
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request, now or later."""
-        path = request.target.partition(b"?")[0]
+        head = request.head
+        path = head.target.partition(b"?")[0]
         route = ROUTES.get(path)
         exchange = Exchange(
             request,
             client,
             self._instruments,
-            request_id=names.acceptable_request_id(names.first(request.headers, names.REQUEST_ID)) or self._new_id(),
+            request_id=names.acceptable_request_id(names.first(head.headers, names.REQUEST_ID)) or self._new_id(),
             path=path if route is not None else b"",
             endpoint=route if type(route) is Endpoint else None,
         )
         if exchange.endpoint is not None and self._tracing is not None:
             exchange.trace = self._tracing.begin(
-                request.method, path.decode(), request.headers, request_id=exchange.request_id
+                head.method, path.decode(), head.headers, request_id=exchange.request_id
             )
         elif route is None and path.startswith(_MODEL):
             route = Own.MODEL
@@ -230,13 +233,14 @@ class DataPlane:
             exchange.fail(error)
 
     def _answer(self, exchange: Exchange, route: Endpoint | Own | None) -> None:
-        method = exchange.request.method
+        head = exchange.request.head
+        method = head.method
         if self._keyring is not None and route not in _PROBES:
-            presented = names.presented_keys(exchange.request.headers)
+            presented = names.presented_keys(head.headers)
             key = self._keyring.admit(presented, Role.DATA)
             exchange.tenant, exchange.priority = key.tenant, key.priority
         if route is None:
-            if method == "OPTIONS" and exchange.request.target == b"*":
+            if method == "OPTIONS" and head.target == b"*":
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
             raise NotFound("There is no such path.")
         if exchange.endpoint is not None and method == "POST":
@@ -258,7 +262,7 @@ class DataPlane:
             case Own.MODELS:
                 body = self._brain.model_list()
             case Own.MODEL:
-                body = self._brain.model_card(_model_name(exchange.request.target))
+                body = self._brain.model_card(_model_name(exchange.request.head.target))
             case Own.READY if not ready:
                 exchange.status = 503
                 reason = "draining" if self._retired else "no worker can take a request"

@@ -10,7 +10,8 @@ from router.errors import Dialect, RequestError, RequestTimeout, to_answer
 from router.proxy.watchdog import Watchdog
 from router.settings import ServerSettings
 from router.wire import http1
-from router.wire.http1 import HttpRequest, Phase, RequestReader
+from router.wire.http1 import HttpRequest, Phase, RequestHead, RequestReader
+from router.wire.known_heads import KnownHeads
 
 #: Pipelined requests that may wait behind the one being served; then the client is read no further.
 _MAX_QUEUED = 8
@@ -36,6 +37,9 @@ class Door(Protocol):
 
     @property
     def settings(self) -> ServerSettings: ...
+
+    @property
+    def known_heads(self) -> KnownHeads[RequestHead]: ...
 
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request through ``client``, then call its ``finished``. What takes time is attached to it."""
@@ -66,6 +70,7 @@ class ClientConnection:
             max_head_bytes=settings.max_header_bytes,
             max_headers=settings.max_headers,
             max_body_bytes=settings.max_body_bytes,
+            known=door.known_heads,
         )
         self._phase = Phase.IDLE
         self._watchdog = Watchdog(self._loop, self._expired)
@@ -218,7 +223,7 @@ class ClientConnection:
         self._request = request
         self._head = b""
         self._chunked = False
-        self._close_after = self._draining or not request.keep_alive
+        self._close_after = self._draining or not request.head.keep_alive
         self.begun = False
         if self._phase is Phase.IDLE:
             self._watchdog.clear()
@@ -237,7 +242,7 @@ class ClientConnection:
     def _answer_refusal(self, error: RequestError) -> None:
         self._lingering = True
         dialect = self._door.refused(error, self._reader.target)
-        self._begin(HttpRequest("POST", b"", [], keep_alive=False))
+        self._begin(HttpRequest(RequestHead("POST", b"", [], keep_alive=False)))
         self.answer_error(error, dialect=dialect)
         if self._transport is not None:
             if self._transport.can_write_eof():
@@ -292,14 +297,14 @@ class ClientConnection:
         request = self._request
         assert request is not None, "an answer without a request"
         if not has_length:
-            if request.chunks:
+            if request.head.chunks:
                 self._chunked = True
                 lines += b"transfer-encoding: chunked\r\n"
             else:
                 self._close_after = True
         if self._close_after:
             lines += b"connection: close\r\n"
-        elif not request.chunks:
+        elif not request.head.chunks:
             lines += b"connection: keep-alive\r\n"
         self._head = status_line + lines + b"\r\n"
         self.begun = True
@@ -308,7 +313,7 @@ class ClientConnection:
         """A piece of the body."""
         if not data or self._transport is None or self._request is None:
             return
-        if self._request.method == "HEAD":
+        if self._request.head.method == "HEAD":
             data = b""
         elif self._chunked:
             data = http1.chunk(data)
@@ -319,7 +324,7 @@ class ClientConnection:
     def end(self) -> None:
         """The answer is whole."""
         if self._transport is not None and self._request is not None:
-            last = http1.LAST_CHUNK if self._chunked and self._request.method != "HEAD" else b""
+            last = http1.LAST_CHUNK if self._chunked and self._request.head.method != "HEAD" else b""
             if self._head or last:
                 self._transport.write(self._head + last)
         self._request = None
@@ -340,7 +345,7 @@ class ClientConnection:
     def turn_away(self, error: RequestError) -> None:
         """Say why before anything is asked, and close."""
         self._lingering = True
-        self._begin(HttpRequest("GET", b"", [], keep_alive=False))
+        self._begin(HttpRequest(RequestHead("GET", b"", [], keep_alive=False)))
         self.answer_error(error)
         self.close()
 

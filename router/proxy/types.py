@@ -110,7 +110,9 @@ class Stage(Protocol):
 class Brain(Protocol):
     """The decision side of the router as the data plane sees it."""
 
-    async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Prepared:
+    async def prepare(
+        self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str, request_id: str
+    ) -> Prepared:
         """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""
 
     def hold(self, prepared: Prepared, go: Callable[[], None]) -> Held | None:

@@ -16,6 +16,7 @@ from router.settings import UpstreamSettings
 from router.wire import headers as names
 from router.wire import http1
 from router.wire.headers import Header
+from router.wire.known_heads import KnownHeads
 
 #: How often an attempt whose worker is silent is asked whether it waits on.
 _LOOK_SECONDS: Final = 5.0
@@ -32,20 +33,30 @@ class Failure:
 
 
 class AnswerHead:
-    """The head of a worker's answer. Header names are as received."""
+    """The head of a worker's answer. ``lines`` are the headers that go on to the client, but for the length."""
 
-    __slots__ = ("chunked", "content_type", "encoded", "has_length", "headers", "reason", "status")
+    __slots__ = ("content_type", "encoded", "has_length", "length", "lines", "status", "status_line")
 
-    def __init__(self, status: int, reason: bytes, headers: list[Header]) -> None:
+    def __init__(self, status: int, status_line: bytes, lines: bytes) -> None:
         self.status = status
-        self.reason = reason
-        self.headers = headers
+        self.status_line = status_line
+        self.lines = lines
         self.content_type = b""
-        #: The end of the body is known beforehand: by its length, or because there is none.
-        self.has_length = http1.bodiless(status)
-        self.chunked = False
         #: Compressed or the like: its bytes are nobody's to look into.
         self.encoded = False
+        #: The body's, as the worker gives it.
+        self.length: int | None = None
+        #: The end of the body is known beforehand: by its length, or because there is none.
+        self.has_length = http1.bodiless(status)
+
+    def again(self, length: int) -> AnswerHead:
+        """The head of another answer, which differs in nothing but the length."""
+        head = AnswerHead(self.status, self.status_line, self.lines)
+        head.content_type = self.content_type
+        head.encoded = self.encoded
+        head.length = length
+        head.has_length = True
+        return head
 
 
 class Receiver(Protocol):
@@ -90,6 +101,7 @@ class UpstreamConnection:
         self._complete = False
         self._until_close = False
         self._keep = False
+        self._is_repeatable = False
         self._head: AnswerHead | None = None
         self._reason = b""
         self._headers: list[Header] = []
@@ -162,7 +174,13 @@ class UpstreamConnection:
         if self._receiver is None:
             self.close()  # nobody asked: what follows on this connection cannot be trusted
             return
-        self._answered = True
+        is_first = not self._answered
+        if is_first:
+            self._answered = True
+            known = self._pool.known_heads.whole(data)
+            if known is not None:
+                self._take_whole(known[0].again(len(known[1])), known[1])
+                return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -171,9 +189,20 @@ class UpstreamConnection:
                 self._pass_on()
                 self._fail(Outcome.PROTOCOL, "the worker's answer is not valid HTTP")
                 return
+        if is_first and self._complete and self._keep and self._is_repeatable and self._head is not None:
+            self._pool.known_heads.learn(data, self._head)
         self._pass_on()
         if self._complete:
             self._end(None)
+
+    def _take_whole(self, head: AnswerHead, body: bytes) -> None:
+        """The answer came all at once, and needs no parser."""
+        self._begun = self._complete = self._keep = True
+        if self._receiver is not None:
+            self._receiver.on_answer(head)
+        if body and self._receiver is not None:
+            self._receiver.on_body(body)
+        self._end(None)
 
     def _pass_on(self) -> None:
         """Tell the receiver what has been parsed. It may close this connection at any call."""
@@ -243,19 +272,25 @@ class UpstreamConnection:
         status = self._parser.get_status_code()
         if status < 200 or self._complete:
             return
-        head = AnswerHead(status, self._reason, self._headers)
-        for name, value in head.headers:
+        headers = self._headers
+        head = AnswerHead(status, http1.status_line(status, self._reason), names.response_lines(headers))
+        is_chunked = False
+        for name, value in headers:
             lowered = name.lower()
             if lowered == names.CONTENT_LENGTH:
+                head.length = int(value)
                 head.has_length = True
             elif lowered == names.TRANSFER_ENCODING:
-                head.chunked = True
+                is_chunked = True
             elif lowered == names.CONTENT_TYPE:
                 head.content_type = value
             elif lowered == names.CONTENT_ENCODING:
                 head.encoded = value.lower() != b"identity"
         self._head = head
-        self._until_close = not head.has_length and not head.chunked
+        self._until_close = not head.has_length and not is_chunked
+        # Of which the parser could not say anything else another time.
+        is_plain = head.length is not None and not is_chunked and not http1.bodiless(status)
+        self._is_repeatable = is_plain and self._parser.get_http_version() == "1.1"
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:
@@ -280,6 +315,7 @@ class UpstreamPool:
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self.settings = settings
+        self.known_heads: KnownHeads[AnswerHead] = KnownHeads()
         self._idle: dict[Address, list[UpstreamConnection]] = {}
         self._open: set[UpstreamConnection] = set()
 

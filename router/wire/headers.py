@@ -20,6 +20,7 @@ CONTENT_TYPE: Final = b"content-type"
 CONTENT_ENCODING: Final = b"content-encoding"
 TRANSFER_ENCODING: Final = b"transfer-encoding"
 EXPECT: Final = b"expect"
+UPGRADE: Final = b"upgrade"
 REQUEST_ID: Final = b"x-request-id"
 AUTHORIZATION: Final = b"authorization"
 #: W3C trace context.
@@ -48,7 +49,7 @@ HOP_BY_HOP: Final = frozenset(
         b"proxy-authenticate",
         b"te",
         b"trailer",
-        b"upgrade",
+        UPGRADE,
         b"http2-settings",
     }
 )
@@ -78,6 +79,7 @@ _REQUEST_DROPPED: Final = HOP_BY_HOP | _REWRITTEN
 _ALWAYS_FORWARDED: Final = frozenset({CONTENT_TYPE, CONTENT_ENCODING})
 #: The router's own word on these stands, whatever a worker says.
 _RESPONSE_DROPPED: Final = HOP_BY_HOP | {
+    CONTENT_LENGTH,
     REQUEST_ID,
     WORKER,
     RANK,
@@ -166,7 +168,7 @@ class ForwardingRules:
 
 
 def response_lines(headers: Iterable[Header]) -> bytes:
-    """What of a worker's headers goes to the client, as header lines; names may be in any case."""
+    """What of a worker's headers goes to the client, but for the length, as header lines; names may be in any case."""
     return _lines(headers, _RESPONSE_DROPPED)
 
 

@@ -8,6 +8,7 @@ and whatever exceeds the limits on sizes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
@@ -18,6 +19,7 @@ import httptools
 from router.errors import BadRequest, HeadersTooLarge, MethodNotAllowed, PayloadTooLarge, RequestError
 from router.wire import headers as names
 from router.wire.headers import Header
+from router.wire.known_heads import KnownHeads
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
@@ -25,11 +27,13 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 _MAX_FRAMING_RATIO: Final = 8
 #: Headers that decide how a request is framed and whether it is valid.
 _CHECKED: Final = frozenset({names.HOST, names.CONTENT_LENGTH, names.TRANSFER_ENCODING, names.EXPECT})
+#: With one of these a head has to go through the parser each time.
+_UNREPEATABLE: Final = frozenset({names.TRANSFER_ENCODING, names.EXPECT, names.UPGRADE})
 
 
 @dataclass(slots=True, init=False)
-class HttpRequest:
-    """A request as read from the wire. Header names are lower-case.
+class RequestHead:
+    """What stands before a body. Header names are lower-case. Requests may share one: it is not changed.
 
     ``chunks``: it is HTTP/1.1, so the answer may be chunked. ``keep_alive``: the connection may be used again.
     """
@@ -37,9 +41,11 @@ class HttpRequest:
     method: str
     target: bytes
     headers: list[Header]
-    body: bytes
     chunks: bool
     keep_alive: bool
+    #: What goes on to a worker, once it has been written; see ``headers.ForwardingRules``.
+    forwarded: bytes | None
+    _text: dict[str, str] | None
 
     def __init__(
         self, method: str, target: bytes, headers: list[Header], *, chunks: bool = True, keep_alive: bool = True
@@ -47,9 +53,34 @@ class HttpRequest:
         self.method = method
         self.target = target
         self.headers = headers
-        self.body = b""
         self.chunks = chunks
         self.keep_alive = keep_alive
+        self.forwarded = None
+        self._text = None
+
+    @property
+    def text(self) -> Mapping[str, str]:
+        """What may tell who asks; see ``headers.as_text``."""
+        text = self._text
+        if text is None:
+            text = self._text = names.as_text(self.headers)
+        return text
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether what its bytes mean does not depend on what came before, or on the body's length."""
+        if not (self.chunks and self.keep_alive):
+            return False
+        present = [name for name, _ in self.headers]
+        return present.count(names.CONTENT_LENGTH) == 1 and _UNREPEATABLE.isdisjoint(present)
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """A request as read from the wire."""
+
+    head: RequestHead
+    body: bytes = b""
 
 
 class Phase(Enum):
@@ -64,7 +95,11 @@ class Phase(Enum):
 class RequestReader:
     """Turns a client's bytes into requests. A refusal is the last thing it returns."""
 
-    def __init__(self, *, max_head_bytes: int, max_headers: int, max_body_bytes: int) -> None:
+    def __init__(
+        self, *, max_head_bytes: int, max_headers: int, max_body_bytes: int, known: KnownHeads[RequestHead]
+    ) -> None:
+        """``known`` are the heads of all readers that have these limits."""
+        self._known = known
         self._max_head_bytes = max_head_bytes
         self._max_headers = max_headers
         self._max_body_bytes = max_body_bytes
@@ -82,6 +117,8 @@ class RequestReader:
         self._unfinished_bytes = 0
         self._fed_bytes = 0
         self._resuming = False
+        #: The last request did not say that it is the last.
+        self._is_open = True
 
     @property
     def target(self) -> bytes:
@@ -93,17 +130,30 @@ class RequestReader:
         if self.phase is Phase.BROKEN:
             return []
         phase = self.phase
+        if phase is Phase.IDLE and self._is_open:
+            known = self._known.whole(data)
+            if known is not None and len(known[1]) <= self._max_body_bytes:
+                return [HttpRequest(known[0], known[1])]
         self._fed_bytes = len(data)
         self._parse(data)
         ready = self._ready
         if ready:
             self._ready = []
             self._unfinished_bytes = 0
+            if len(ready) == 1 and phase is Phase.IDLE and self.phase is Phase.IDLE:
+                self._learn(data, ready[0])
         elif self.phase is not Phase.IDLE:
             self._check_unfinished(len(data), same_phase=self.phase is phase)
             if self._ready:
                 ready, self._ready = self._ready, []
         return ready
+
+    def _learn(self, data: bytes, ready: HttpRequest | RequestError) -> None:
+        """Know a request again that came by itself."""
+        if isinstance(ready, RequestError) or len(data) > self._max_head_bytes + len(ready.body):
+            return
+        if ready.head.is_repeatable:
+            self._known.learn(data, ready.head)
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -170,15 +220,17 @@ class RequestReader:
         parser = self._parser
         version = parser.get_http_version()
         target = self._target
-        request = self._request = HttpRequest(
-            method=parser.get_method().decode("ascii"),
-            target=target if target.startswith(b"/") else _origin_form(target),
-            headers=self._headers,
+        head = RequestHead(
+            parser.get_method().decode("ascii"),
+            target if target.startswith(b"/") else _origin_form(target),
+            self._headers,
             chunks=version == "1.1",
             keep_alive=parser.should_keep_alive(),
         )
+        self._request = HttpRequest(head)
+        self._is_open = head.keep_alive
         self._body_bytes = 0
-        refusal = self._check_head(request, version)
+        refusal = self._check_head(head, version)
         if refusal is not None:
             self._refuse(refusal)
         else:
@@ -208,13 +260,13 @@ class RequestReader:
 
     # --- rules ----------------------------------------------------------------------------------
 
-    def _check_head(self, request: HttpRequest, version: str) -> RequestError | None:
+    def _check_head(self, head: RequestHead, version: str) -> RequestError | None:
         """What is wrong with a head, beyond what llhttp has refused. Notes the body's framing."""
         hosts = 0
         length: int | None = None
         codings: list[bytes] = []
         expects_continue = False
-        for name, value in request.headers:
+        for name, value in head.headers:
             if name not in _CHECKED:
                 continue
             if name == names.HOST:
@@ -229,12 +281,12 @@ class RequestReader:
                 expects_continue = value.lower() == b"100-continue"
         if version not in ("1.0", "1.1"):
             return BadRequest("The router speaks HTTP/1.1.", code="invalid_http")
-        if request.method == "CONNECT":
+        if head.method == "CONNECT":
             return MethodNotAllowed("The router opens no tunnels.")
         # Only a head that came with more bytes than the limit needs to be weighed.
-        if self._unfinished_bytes + self._fed_bytes > self._max_head_bytes < _head_bytes(request):
+        if self._unfinished_bytes + self._fed_bytes > self._max_head_bytes < _head_bytes(head):
             return self._head_too_large()
-        if len(request.headers) > self._max_headers:
+        if len(head.headers) > self._max_headers:
             return HeadersTooLarge(f"The request has more than {self._max_headers} headers.")
         if hosts > 1 or (hosts == 0 and version == "1.1"):
             return BadRequest("The request must have one Host header.", code="invalid_http")
@@ -249,8 +301,8 @@ class RequestReader:
         return PayloadTooLarge(f"The body exceeds {self._max_body_bytes} bytes.")
 
 
-def _head_bytes(request: HttpRequest) -> int:
-    return len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+def _head_bytes(head: RequestHead) -> int:
+    return len(head.target) + sum(len(name) + len(value) + 4 for name, value in head.headers)
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -72,7 +72,9 @@ class FakeBrain:
     #: Whether workers answer probes.
     answers: bool | None = None
 
-    async def prepare(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> FakePrepared:
+    async def prepare(
+        self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str, request_id: str
+    ) -> FakePrepared:
         self.prepared.append((request, headers))
         self.tenants.append(tenant)
         if self.preparing is not None:

@@ -62,8 +62,9 @@ class World:
 
     async def ask(self, tokens: list[int], request_id: str, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         request = parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": tokens}).encode())
-        headers = {"x-request-id": request_id, "x-session-id": SECRET}
-        return self.brain.choose(await self.brain.prepare(request, headers, tenant="t"), exclude=exclude)
+        headers = {"x-session-id": SECRET}
+        prepared = await self.brain.prepare(request, headers, tenant="t", request_id=request_id)
+        return self.brain.choose(prepared, exclude=exclude)
 
     async def explained(self, request_id: str) -> dict[str, Any]:
         answer = await self.http.get("/admin/explain", params={"request_id": request_id})

@@ -51,9 +51,9 @@ class World:
 
     async def prepare(self, tokens: int, session: str | None = "s", **fields: Any) -> PreparedRequest:
         body = json.dumps({"model": "m", "prompt": PROMPT[:tokens], **fields}).encode()
-        headers = {"x-session-id": session, "x-request-id": "r"} if session else {"x-request-id": "r"}
+        headers = {"x-session-id": session} if session else {}
         request = parse_request(Endpoint.COMPLETIONS, body)
-        return await self.brain.prepare(request, headers, tenant="t")
+        return await self.brain.prepare(request, headers, tenant="t", request_id="r")
 
     async def ask(self, tokens: int = 1000, session: str | None = "s", **fields: Any) -> Attempt:
         prepared = await self.prepare(tokens, session, **fields)

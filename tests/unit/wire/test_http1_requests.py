@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from router.errors import RequestError
 from router.wire.http1 import HttpRequest, Phase, RequestReader
+from router.wire.known_heads import KnownHeads
 
 
 def reader(**limits: int) -> RequestReader:
-    return RequestReader(**{"max_head_bytes": 4096, "max_headers": 32, "max_body_bytes": 4096, **limits})
+    limits = {"max_head_bytes": 4096, "max_headers": 32, "max_body_bytes": 4096, **limits}
+    return RequestReader(**limits, known=KnownHeads())
 
 
 def post(*lines: bytes, body: bytes = b"hi", start: bytes = b"POST /a HTTP/1.1", host: bytes = b"Host: a") -> bytes:
@@ -127,7 +129,7 @@ def test_valid_requests_mean_what_h11_says(name: str) -> None:
     (request,) = reader().feed(VALID[name])
     assert isinstance(request, HttpRequest)
     assert request.body == h11_body(VALID[name])
-    assert request.target == b"/a"
+    assert request.head.target == b"/a"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -146,7 +148,7 @@ def test_harmless_oddities_are_read(name: str) -> None:
     """Where this reader is more lenient than h11, it is so on purpose."""
     (request,) = reader().feed(TOLERATED[name])
     assert isinstance(request, HttpRequest)
-    assert (request.target, request.body) == (b"/a", b"hi")
+    assert (request.head.target, request.body) == (b"/a", b"hi")
     assert h11_body(TOLERATED[name]) is None
 
 
@@ -179,7 +181,7 @@ def test_an_offer_to_upgrade_is_declined_and_the_body_read() -> None:
         + post(b"Content-Length: 3", body=b"end")
     )
     whole = reader().feed(data)
-    assert [(item.target, item.body) for item in whole if isinstance(item, HttpRequest)] == [
+    assert [(item.head.target, item.body) for item in whole if isinstance(item, HttpRequest)] == [
         (b"/a", b"hi"),
         (b"/a", b"hi"),
         (b"/b", b""),
@@ -201,7 +203,7 @@ def test_keep_alive() -> None:
         lines = (b"Connection: " + connection,) if connection else ()
         (request,) = reader().feed(post(*lines, body=b"", start=b"GET / " + version))
         assert isinstance(request, HttpRequest)
-        assert (request.keep_alive, request.chunks) == (keep, version == b"HTTP/1.1")
+        assert (request.head.keep_alive, request.head.chunks) == (keep, version == b"HTTP/1.1")
 
 
 def test_expect_continue_is_noted_until_the_body_has_come() -> None:
