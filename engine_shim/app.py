@@ -79,7 +79,7 @@ def build(settings: ShimSettings) -> Shim:
         new_runner = _runners(settings, card, layout)
         runners = [new_runner() for _ in publishers]
         below = _below(settings)
-        movers = [_mover(settings, layout, below, runner, undo) for runner in runners]
+        movers = [_mover(settings, layout, below, runner, undo, rank=rank) for rank, runner in enumerate(runners)]
         schedulers = [
             _scheduler(settings, card, layout, limit, plan=below.plan(layout) if below else None, mover=mover)
             for mover in movers
@@ -160,7 +160,13 @@ def _below(settings: ShimSettings) -> BelowDevice | None:
 
 
 def _mover(
-    settings: ShimSettings, layout: CacheLayout, below: BelowDevice | None, runner: Runner, undo: ExitStack
+    settings: ShimSettings,
+    layout: CacheLayout,
+    below: BelowDevice | None,
+    runner: Runner,
+    undo: ExitStack,
+    *,
+    rank: int,
 ) -> BackgroundMover | None:
     """What moves a rank's pages below the device, watched as the runner is."""
     if below is None:
@@ -169,8 +175,9 @@ def _mover(
     if isinstance(runner, SimRunner):
         mover = SimMover(settings.sim_move_rate, page_tokens=layout.page_tokens)
     else:
+        folder = None if below.disk_folder is None else below.disk_folder / f"rank-{rank}"
         try:
-            mover = torch_mover(cast("TorchRunner", runner), below.plan(layout), folder=below.disk_folder)
+            mover = torch_mover(cast("TorchRunner", runner), below.plan(layout), folder=folder)
         except OSError as error:
             raise StartError(f"disk_pool: {error}") from error
     undo.callback(mover.close)
@@ -213,6 +220,7 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
         return functools.partial(
             SimRunner, times, token_ids=_word_ids(card.tokenizer), answer_length=_answer_length(settings, card)
         )
+    kernels = _kernels_attend(settings)
     decoder = _torch_decoder(settings, card)
     if settings.drafts is DraftKind.HEAD and decoder.weights.draft is None:
         raise StartError("speculative: the model has no draft head (weights named mtp.*)")
@@ -220,7 +228,6 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
         raise StartError("speculative: what a draft head caches is not handed over; use ngram, or no role")
     from engine_shim.offload.barrier import LayerBarrier
     from engine_shim.runner.torch_runner import TorchRunner
-    kernels = _kernels_attend(settings)
     from engine_shim.speculative.head import HeadDrafter
     from engine_shim.speculative.ngram import NgramDrafter
 
@@ -244,13 +251,6 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     return torch_runner
 
 
-def _shadowed(
-    settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler, mover: BackgroundMover | None
-) -> Runner:
-    """The runner, watched for corruption on a sample of its steps."""
-    if not settings.shadow_steps:
-        return runner
-    shadow = ShadowRunner(
 def _kernels_attend(settings: ShimSettings) -> bool:
     """Whether Triton's kernels attend; raises ``StartError`` where they are asked for and cannot."""
     installed = find_spec("triton") is not None
@@ -268,6 +268,13 @@ def _kernels_attend(settings: ShimSettings) -> bool:
     return kernels
 
 
+def _shadowed(
+    settings: ShimSettings, runner: Runner, layout: CacheLayout, scheduler: Scheduler, mover: BackgroundMover | None
+) -> Runner:
+    """The runner, watched for corruption on a sample of its steps."""
+    if not settings.shadow_steps:
+        return runner
+    shadow = ShadowRunner(
         runner, layout, generations=scheduler.generations, every_steps=settings.shadow_steps, sample=True
     )
     if isinstance(mover, ShadowMover):

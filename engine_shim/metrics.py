@@ -251,16 +251,21 @@ class ShimCollector(Collector):
             "homing:moved_pages", "Pages moved, of all groups.", labels=("model_name", "engine", "source", "target")
         )
         failed = CounterMetricFamily("homing:failed_transfers", "Transfers whose pages were lost.", labels=labels[:2])
+        refused = CounterMetricFamily(
+            "homing:refused_pages", "Pages found on disk at the start and not used.", labels=(*labels[:2], "reason")
+        )
         for label, stat in stats:
             if stat.below is None:
                 continue
+            for reason, pages in stat.below.refused_pages.items():
+                refused.add_metric((*label, reason), pages)
             for place, pages in stat.below.used_pages.items():
                 used.add_metric((*label, place.value), pages)
                 room.add_metric((*label, place.value), stat.below.total_pages[place])
             for (source, target), pages in stat.below.moved_pages.items():
                 moved.add_metric((*label, source.value, target.value), pages)
             failed.add_metric(label, stat.below.failed_transfers)
-        for family in (used, room, moved, failed):
+        for family in (used, room, moved, failed, refused):
             if family.samples:
                 yield family
 

@@ -138,7 +138,8 @@ class ShimSettings(BaseModel):
         "loaded back. Default: none.",
     )
     disk_pool: Path | None = Field(
-        None, description="Directory for copies of what is in host memory; what they hold ends with the process."
+        None,
+        description="Directory for copies of what is in host memory; the same model finds them there the next time.",
     )
     disk_pool_tokens: _Positive | None = Field(
         None, description="Copies of each rank's cache on disk, in tokens. Default: four times host_pool_tokens."

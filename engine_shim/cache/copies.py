@@ -22,15 +22,17 @@ from dataclasses import dataclass, field
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
+from engine_shim.cache.labels import KeptPage, Label, chain_digest, root_digest
 from engine_shim.cache.pool import PagePool
 from engine_shim.cache.transfers import Place
-from router.wire.block_keys import namespace_seed
+from router.wire.block_keys import block_keys, namespace_seed
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Page:
     """One page of a chain: ``tokens`` behind ``parent``, of which ``hash`` is the block key. A root has no tokens.
 
+    ``digest`` names the chain up to here for other processes.
     ``is_in_use``: it is about to get copies and must not be forgotten for having none.
     """
 
@@ -38,6 +40,7 @@ class Page:
     parent: Page | None
     tokens: tuple[int, ...]
     hash: int
+    digest: bytes
     children: dict[tuple[int, ...], Page] = field(default_factory=dict)
     copies: dict[tuple[Place, int], Copy] = field(default_factory=dict)
     is_in_use: bool = False
@@ -46,6 +49,12 @@ class Page:
     def parent_hash(self) -> int | None:
         """The hash before this page as events name it: None at the start of a chain."""
         return None if self.parent is None or self.parent.parent is None else self.parent.hash
+
+    @property
+    def label(self) -> Label:
+        """By which another process finds this page."""
+        assert self.parent is not None, "a root is no page"
+        return Label(self.namespace, self.parent.digest, self.tokens)
 
     def ready(self, place: Place, group: int) -> Copy | None:
         """The copy in a place that can be read, if there is one."""
@@ -103,15 +112,54 @@ class Copies:
 
     def grow(self, namespace: str, tokens: tuple[int, ...], hashes: Sequence[int]) -> list[Page]:
         """All whole pages of ``tokens``, whose keys are ``hashes``; those not known yet are made."""
-        page = self._roots.setdefault(namespace, Page(namespace, None, (), namespace_seed(namespace)))
         pages = self.walk(namespace, tokens)
-        page = pages[-1] if pages else page
+        page = pages[-1] if pages else self._root(namespace)
         for index in range(len(pages), len(hashes)):
             run = tokens[index * self._size : (index + 1) * self._size]
-            page.children[run] = Page(namespace, page, run, hashes[index])
-            page = page.children[run]
+            page = self._child(page, run, hashes[index])
             pages.append(page)
         return pages
+
+    def adopt(self, kept: Sequence[KeptPage]) -> None:
+        """Take over what the disk has from earlier processes, parents before children; tells it like any copy.
+
+        What was written last goes last, and the end of a path before its start.
+        """
+        pages: dict[KeptPage, Page] = {}
+        latest: dict[KeptPage, tuple[float, int]] = {}
+        for each in kept:
+            parent = self._root(each.label.namespace) if each.parent is None else pages[each.parent]
+            (key,) = block_keys(each.label.tokens, block_tokens=self._size, parent=parent.hash)
+            pages[each] = self._child(parent, each.label.tokens, key)
+            latest[each] = (each.written_seconds, 0)
+        for each in reversed(kept):
+            if each.parent is not None:
+                seconds, height = latest[each]
+                known, above = latest[each.parent]
+                latest[each.parent] = (max(seconds, known), max(height + 1, above))
+        shelf = self.shelves[Place.DISK]
+        for group, pool in enumerate(shelf.pools):
+            pool.claim([each.slots[group] for each in kept if group in each.slots])
+        for each in sorted(kept, key=latest.__getitem__):
+            for group, slot in each.slots.items():
+                copy = Copy(pages[each], Place.DISK, group, slot, is_ready=True)
+                pages[each].copies[Place.DISK, group] = copy
+                shelf.order[group][copy] = None
+        for each, page in pages.items():
+            for group in each.slots:
+                self._events.copied(Place.DISK, group, page)
+
+    def _root(self, namespace: str) -> Page:
+        root = self._roots.get(namespace)
+        if root is None:
+            seed, digest = namespace_seed(namespace), root_digest(namespace)
+            root = self._roots[namespace] = Page(namespace, None, (), seed, digest)
+        return root
+
+    def _child(self, parent: Page, tokens: tuple[int, ...], key: int) -> Page:
+        page = Page(parent.namespace, parent, tokens, key, chain_digest(parent.digest, tokens))
+        parent.children[tokens] = page
+        return page
 
     def prune(self, page: Page) -> None:
         """Forget a page without copies that leads to none, then its parent if that is one now."""

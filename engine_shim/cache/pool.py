@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine_shim.types import NULL_PAGE
 
@@ -49,6 +49,16 @@ class PagePool:
         for page in taken:
             self._held[page] = 1
         return taken
+
+    def claim(self, pages: Collection[int]) -> None:
+        """Hand out these very pages. Raises ``PageError`` unless all are free."""
+        wanted = set(pages)
+        left = [page for page in self._free if page not in wanted]
+        if len(left) + len(pages) != len(self._free):
+            raise PageError("a page that is claimed is not free")
+        self._free = left
+        for page in wanted:
+            self._held[page] = 1
 
     def free(self, pages: Iterable[int]) -> None:
         """Take pages back. Raises ``PageError`` at the first one that is not out."""

@@ -11,10 +11,12 @@ has landed. Until then every page that a transfer reads or writes is kept for it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from engine_shim.cache.labels import Kept, Label
 
 
 class Place(StrEnum):
@@ -35,12 +37,16 @@ class WritePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Pages of one group, from ``sources[i]`` to ``targets[i]``; ``names[i]`` is the block key of what is moved."""
+    """Pages of one group, from ``sources[i]`` to ``targets[i]``; ``names[i]`` is the block key of what is moved.
+
+    What goes to disk has ``labels`` too, by which another process can find it.
+    """
 
     group: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     names: tuple[int, ...]
+    labels: tuple[Label, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +67,17 @@ class Landing:
     whole: bool
 
 
-def moves_of(items: Iterable[tuple[int, int, int, int]]) -> tuple[Move, ...]:
-    """(group, source, target, name) of each page, gathered by group."""
+def moves_of(items: Iterable[tuple[int, int, int, int]], *, labels: Sequence[Label] = ()) -> tuple[Move, ...]:
+    """(group, source, target, name) of each page, with its label if there are some, gathered by group."""
     groups: dict[int, list[tuple[int, int, int]]] = {}
-    for group, source, target, name in items:
+    labelled: dict[int, list[Label]] = {}
+    for place, (group, source, target, name) in enumerate(items):
         groups.setdefault(group, []).append((source, target, name))
+        labelled.setdefault(group, []).extend(labels[place : place + 1])
     moves = []
     for group, pages in groups.items():
         sources, targets, names = zip(*pages, strict=True)
-        moves.append(Move(group, sources, targets, names))
+        moves.append(Move(group, sources, targets, names, tuple(labelled[group])))
     return tuple(moves)
 
 
@@ -93,6 +101,14 @@ class Mover(Protocol):
 
     def landed(self) -> list[Landing]:
         """What has ended since the last call; does not wait."""
+        ...
+
+    def kept(self) -> Kept:
+        """What the disk has from earlier processes; asked once, before anything is submitted."""
+        ...
+
+    def wipe(self) -> None:
+        """Forget what is on disk, also for processes to come. Nothing is under way."""
         ...
 
 

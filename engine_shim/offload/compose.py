@@ -35,15 +35,25 @@ class BelowDevice:
 
 
 def torch_mover(runner: TorchRunner, plan: OffloadPlan, *, folder: Path | None) -> BackgroundMover:
-    """Pools below a torch rank, and what moves pages there and back. Raises ``OSError`` where the disk refuses."""
+    """Pools below a torch rank, and what moves pages there and back. ``folder`` is that rank's alone.
+
+    Raises ``OSError`` where the disk refuses.
+    """
     from engine_shim.offload.disk import DiskPool
     from engine_shim.offload.host import HostPool
+    from engine_shim.offload.identity import fingerprint
     from engine_shim.offload.mover import ThreadMover
 
     host, disk = HostPool.allocate(runner.buffers, plan.host_pages), None
     if folder is not None and plan.disk_pages is not None:
         sizes = [host.page_bytes(group.index) for group in runner.layout.groups]
-        disk = DiskPool(folder, page_bytes=sizes, pages=plan.disk_pages)
+        disk = DiskPool(
+            folder,
+            fingerprint=fingerprint(runner.decoder, runner.layout),
+            page_tokens=runner.layout.page_tokens,
+            page_bytes=sizes,
+            pages=plan.disk_pages,
+        )
     return ThreadMover(runner.layout, device=runner.buffers, barrier=runner.barrier, host=host, disk=disk)
 
 

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from engine_shim.attention.buffers import Buffers
+from engine_shim.cache.labels import Kept
 from engine_shim.cache.transfers import Landing, Move, Place, Transfer
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.offload.disk import DiskPool
@@ -75,8 +76,17 @@ class ThreadMover:
             self._barrier.forget(landings[-1].id)
         return landings
 
+    def kept(self) -> Kept:
+        """What earlier processes have left on disk."""
+        return Kept() if self._disk is None else self._disk.kept()
+
+    def wipe(self) -> None:
+        """Delete what is on disk."""
+        if self._disk is not None:
+            self._disk.wipe()
+
     def close(self) -> None:
-        """End the threads after what they are at, then the disk's file."""
+        """End the threads after what they are at, then leave the disk."""
         for lane in {id(lane): lane for lane in self._lanes.values()}.values():
             lane.close()
         if self._disk is not None:
@@ -151,8 +161,9 @@ class ThreadMover:
         assert self._disk is not None
         if not self._host.holds(move.group, move.sources, move.names):
             return False
-        for source, target, name in zip(move.sources, move.targets, move.names, strict=True):
-            self._disk.store(move.group, target, name, self._host.pages.read(move.group, source))
+        pages = zip(move.sources, move.targets, move.names, move.labels, strict=True)
+        for source, target, name, label in pages:
+            self._disk.store(move.group, target, name, self._host.pages.read(move.group, source), label=label)
         return True
 
     def _fetch(self, move: Move) -> bool:

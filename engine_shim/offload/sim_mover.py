@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable
 
+from engine_shim.cache.labels import Kept
 from engine_shim.cache.transfers import Landing, Place, Transfer
 from engine_shim.offload.lane import Lane
 
@@ -38,6 +39,13 @@ class SimMover:
         while not self._landings.empty():
             landings.append(self._landings.get())
         return landings
+
+    def kept(self) -> Kept:
+        """Nothing is written, so nothing is left."""
+        return Kept()
+
+    def wipe(self) -> None:
+        """There is nothing to forget."""
 
     def close(self) -> None:
         """End the threads."""

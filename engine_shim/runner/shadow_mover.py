@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from engine_shim.cache.labels import Kept, KeptPage
 from engine_shim.cache.transfers import BackgroundMover, Landing, Place, Transfer
-from engine_shim.runner.shadow import Integers, ShadowError, ShadowRunner, Slots
+from engine_shim.runner.shadow import Integers, ShadowError, ShadowRunner, Slots, chain
 from engine_shim.types import Batch, CacheLayout, Chunk, GroupKind
+from router.wire.block_keys import block_keys, namespace_seed
 
 _UNWRITTEN = -1
 _Page = tuple[Place, int, int]
@@ -34,6 +36,7 @@ class ShadowMover:
         self._flights: dict[int, tuple[Transfer, list[Integers]]] = {}
         self._reads: Counter[_Page] = Counter()
         self._writes: dict[_Page, int] = {}
+        self._kept = Kept()
 
     @property
     def notify(self) -> Callable[[], None]:
@@ -48,6 +51,15 @@ class ShadowMover:
         """See ``BackgroundMover``."""
         self._inner.close()
 
+    def kept(self) -> Kept:
+        """See ``Mover``; what was kept is watched like what is copied."""
+        self._kept = self._inner.kept()
+        return self._kept
+
+    def wipe(self) -> None:
+        """See ``Mover``."""
+        self._inner.wipe()
+
     def attach(self, shadow: ShadowRunner, generations: Mapping[Place, Sequence[array[int]]]) -> None:
         """Watch from now on: ``generations`` of the slots of every place, the device's among them."""
         for place, arrays in generations.items():
@@ -57,6 +69,30 @@ class ShadowMover:
                 self._slots[place] = [Slots(len(each) * self._page_slots(group.index)) for group, each in sizes]
         self._slots[Place.DEVICE] = shadow.slots
         shadow.guards.append(self._check_step)
+        self._note_kept()
+
+    def _note_kept(self) -> None:
+        """Book what earlier processes have left on disk as if it had just been copied there."""
+        ends: dict[KeptPage | None, tuple[int, int, int]] = {}
+        for page in self._kept.pages:
+            start, name, value = ends.get(page.parent) or (0, *([namespace_seed(page.label.namespace)] * 2))
+            if page.parent is None:
+                value >>= 1
+            tokens, chains = page.label.tokens, []
+            for token in tokens:
+                value = chain(value, token)
+                chains.append(value)
+            (name,) = block_keys(tokens, block_tokens=len(tokens), parent=name)
+            ends[page] = (start + len(tokens), name, value)
+            rows = (tokens, range(start, start + len(tokens)), chains)
+            for group, slot in page.slots.items():
+                size, slots = self._page_slots(group), self._slots[Place.DISK][group]
+                here = self._places(group, (slot,))
+                for row, contents in zip(slots.rows(), rows, strict=True):
+                    row[here] = contents[-size:]
+                generation = int(self._generations[Place.DISK][group][slot])
+                slots.generations[here] = generation
+                self._names[Place.DISK, group, name] = (slot, generation)
 
     def submit(self, transfer: Transfer) -> None:
         """Check that nobody uses what will be written, carry the shadow over, begin."""

@@ -70,21 +70,24 @@ class Flight:
 class BelowStats:
     """What lies below the device at one moment, in pages of full attention, and counts since the start.
 
-    ``moved_pages`` count the pages of all groups, by source and target.
+    ``moved_pages`` count the pages of all groups, by source and target, ``refused_pages`` what was found on disk at the
+    start and not taken over, by reason.
     """
 
     used_pages: dict[Place, int]
     total_pages: dict[Place, int]
     moved_pages: dict[tuple[Place, Place], int]
     failed_transfers: int
+    refused_pages: dict[str, int]
 
 
 @dataclass(slots=True)
 class OffloadCounters:
-    """Counts since the start: pages moved, in all groups, and transfers that did not arrive whole."""
+    """Counts since the start: pages moved, in all groups, transfers that did not arrive whole, and pages refused."""
 
     saved_pages: int = 0
     loaded_pages: int = 0
     spilled_pages: int = 0
     fetched_pages: int = 0
     failed_transfers: int = 0
+    refused_pages: dict[str, int] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from engine_shim.cache.transfers import LoadError, WritePolicy
 from engine_shim.model.decoder import Decoder
 from engine_shim.offload.disk import DiskPool
 from engine_shim.offload.host import HostPool
+from engine_shim.offload.identity import fingerprint
 from engine_shim.offload.mover import ThreadMover
 from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.runner.shadow_mover import ShadowMover
@@ -55,7 +56,13 @@ class OffloadRank(ParityRank):
         self.disk = None
         if disk_pages is not None:
             sizes = [self.host.page_bytes(group.index) for group in self.layout.groups]
-            self.disk = DiskPool(folder, page_bytes=sizes, pages=disk_pages)
+            self.disk = DiskPool(
+                folder,
+                fingerprint=fingerprint(self.runner.decoder, self.layout),
+                page_tokens=self.layout.page_tokens,
+                page_bytes=sizes,
+                pages=disk_pages,
+            )
         self.mover = ThreadMover(
             self.layout, device=self.runner.buffers, barrier=self.runner.barrier, host=self.host, disk=self.disk
         )

@@ -131,17 +131,16 @@ def test_an_accessor_without_the_barrier(rank: OffloadRank, decoder: Decoder, mo
     indirect=["rank"],
     ids=["flipped", "cut", "host"],
 )
-def test_a_damaged_copy_is_computed(
-    rank: OffloadRank, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    """Whatever happened to the disk's file or the host's slots, the answer is right and the loss is counted."""
+def test_a_damaged_copy_is_computed(rank: OffloadRank, decoder: Decoder, tmp_path: Path, damage: str) -> None:
+    """Whatever happened to the disk's files or the host's slots, the answer is right and the loss is counted."""
     if damage == "flipped":
-        size = os.fstat(rank.disk._file).st_size
-        for at in range(0, size, 64):
-            byte = os.pread(rank.disk._file, 1, at)
-            os.pwrite(rank.disk._file, bytes([byte[0] ^ 4]), at)
+        for path in tmp_path.glob("*.page"):
+            contents = bytearray(path.read_bytes())
+            contents[len(contents) // 2] ^= 4
+            path.write_bytes(contents)
     elif damage == "cut":
-        os.ftruncate(rank.disk._file, 0)
+        for path in tmp_path.glob("*.page"):
+            os.truncate(path, path.stat().st_size - 1)
     else:
         for names in rank.host.names:
             names[:] = type(names)("Q", [1] * len(names))

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from kv_memory import KvMemory
 
+from engine_shim.cache.labels import Kept, KeptPage, Label, root_digest
 from engine_shim.cache.transfers import Landing, LoadError, Move, Place, Transfer
 from engine_shim.types import Batch, GroupKind, Sampled
 
@@ -21,13 +22,18 @@ Lane = tuple[Place, Place]
 class KvMover:
     """Implements ``Mover``; ``memories[place][group, slot, offset]`` is what stands there."""
 
-    def __init__(self, device: KvMemory, *, overlaps: bool = True) -> None:
+    def __init__(self, device: KvMemory, *, overlaps: bool = True, before: KvMover | None = None) -> None:
+        """What ``before``, of a process that is gone, had on disk is there still."""
         self.overlaps = overlaps
         self.layout = device.layout
         self.memories = {Place.DEVICE: device.slots, Place.HOST: {}, Place.DISK: {}}
         self.lanes: dict[Lane, deque[Transfer]] = {}
         self.moved: list[Transfer] = []
         self.next_load_breaks = False
+        self.on_disk: dict[tuple[int, int], Label] = {}
+        if before is not None:
+            self.memories[Place.DISK] = before.memories[Place.DISK]
+            self.on_disk = before.on_disk
         self._landings: list[Landing] = []
         self._broken: set[int] = set()
 
@@ -41,8 +47,29 @@ class KvMover:
         self.moved.append(transfer)
         for move in transfer.moves:
             for page in move.targets:
+                if transfer.target is Place.DISK:
+                    self.on_disk.pop((move.group, page), None)
                 for offset in range(self._size(move.group)):
                     self.memories[transfer.target][move.group, page, offset] = POISON
+
+    def kept(self) -> Kept:
+        """Chains that are complete from their start; of two copies of a page one."""
+        pages: dict[bytes, KeptPage] = {}
+        for (group, slot), label in list(self.on_disk.items()):
+            page = pages.setdefault(label.digest, KeptPage(label, None))
+            if page.slots.setdefault(group, slot) != slot:
+                del self.on_disk[group, slot]
+        linked: dict[bytes, KeptPage | None] = {root_digest(page.label.namespace): None for page in pages.values()}
+        while found := [d for d, page in pages.items() if d not in linked and page.label.parent in linked]:
+            for digest in found:
+                pages[digest].parent = linked[pages[digest].label.parent]
+                linked[digest] = pages[digest]
+        return Kept(tuple(page for page in linked.values() if page is not None))
+
+    def wipe(self) -> None:
+        assert not self.under_way
+        self.memories[Place.DISK].clear()
+        self.on_disk.clear()
 
     def landed(self) -> list[Landing]:
         landings, self._landings = self._landings, []
@@ -80,6 +107,9 @@ class KvMover:
 
     def _copy(self, transfer: Transfer, move: Move) -> None:
         source, target = self.memories[transfer.source], self.memories[transfer.target]
+        self.on_disk.update(
+            ((move.group, there), label) for there, label in zip(move.targets, move.labels, strict=False)
+        )
         for here, there in zip(move.sources, move.targets, strict=True):
             for offset in range(self._size(move.group)):
                 target[move.group, there, offset] = source[move.group, here, offset]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from kv_memory import fingerprint
+from kv_memory import KvMemory, fingerprint
 from kv_mover import KvMover, LoadingMemory
 from test_scheduler_machine import Resident, SchedulerMachine, replay
 
@@ -30,7 +30,7 @@ from engine_shim.runner.shadow_mover import ShadowMover
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.transit import OffloadPlan
-from engine_shim.types import GroupKind
+from engine_shim.types import FinishReason, GroupKind
 from router.core.index import PrefixIndex
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import EventBatch, decode_batch, encode_batch
@@ -67,12 +67,14 @@ class OffloadMachine(SchedulerMachine):
         **options: object,
     ) -> None:
         self.sizes, self.policy, self.piece, self.overlaps = (host, disk), policy, piece, overlaps
+        self.restarts = self.refound = 0
         super().start(**options)
 
-    def build(self, **options: object) -> None:
+    def build(self, *, before: KvMover | None = None, **options: object) -> None:
+        self.options = options
         groups = len(self.layout.groups)
         host, disk = ((pages,) * groups if pages else None for pages in self.sizes)
-        self.mover = KvMover(self.memory, overlaps=self.overlaps)
+        self.mover = KvMover(self.memory, overlaps=self.overlaps, before=before)
         watched = ShadowMover(self.mover, self.layout)
         plan = OffloadPlan(host, disk, policy=self.policy, piece_pages=self.piece)
         super().build(offload=plan, mover=watched, **options)
@@ -137,6 +139,19 @@ class OffloadMachine(SchedulerMachine):
     def reset(self) -> None:
         idle = self.scheduler._memory.is_idle
         assert self.scheduler.reset_cache() is idle
+
+    @precondition(lambda self: self.sizes[1] is not None)
+    @rule()
+    def restart(self) -> None:
+        """The process ends, whatever was under way, and another one begins with what is on disk."""
+        self.batch = None
+        for request in self.requests.values():
+            request.finish = request.finish or FinishReason.ABORT
+        self.memory = KvMemory(self.layout)
+        self.build(before=self.mover, **self.options)
+        self.resident.clear()
+        self.restarts += 1
+        self.refound += len(self.offload.copies.shelves[Place.DISK].order[0])
 
     def agrees(self) -> None:
         super().agrees()
@@ -222,6 +237,8 @@ def walk(seed: int, *, steps: int = 500) -> OffloadMachine:
                 machine.break_next_load()
             case "rare" if rng.random() < 0.05:
                 machine.reset()
+            case "rare" if rng.random() < 0.2 and machine.sizes[1] is not None:
+                machine.restart()
         machine.agrees()
     machine.teardown()
     return machine
@@ -233,6 +250,7 @@ def test_long_random_walks(seed: int) -> None:
     machine = walk(seed)
     assert machine.offload.counters.saved_pages > 0
     assert sum(machine.scheduler.stats().evicted_pages) > 0
+    assert machine.refound > 0 or machine.sizes[1] is None
 
 
 # --- bugs in the engine --------------------------------------------------------------------------------
@@ -347,15 +365,36 @@ def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], mon
 # --- what routers are told -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 3, 8])
+def usable(hashes: list[int], resident: Resident, machine: OffloadMachine) -> int:
+    """Pages of a prompt that the device can reuse, by trying every boundary on what is said to be resident."""
+    full = len(list(takewhile(resident.get(("GPU", 0), set()).__contains__, hashes)))
+    reach = machine.layout.window_pages()
+    for boundary in range(full, 0, -1):
+        for group in machine.layout.groups[1:]:
+            behind = {GroupKind.WINDOW: reach, GroupKind.STATE: 1}.get(group.kind, 0)
+            needed = hashes[max(0, boundary - behind) : boundary]
+            if not resident.get(("GPU", group.index), set()).issuperset(needed):
+                break
+        else:
+            return boundary
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
 def test_a_router_follows_every_medium(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded, decoded and applied to the router's index, each step's events say how much of a prompt lies where."""
+    """Encoded, decoded and applied to the router's index, each step's events say how much of a prompt lies where.
+
+    For full attention, windows and states, through restarts, beside the cache's own account of what is resident.
+    """
     page = 1 + seed % 4
     index = PrefixIndex(block_tokens=page)
     index.add_rank(0, domain="shim")
     asked = Counter[str]()
 
     def follow(machine: OffloadMachine) -> None:
+        if machine.restarts > asked["restarts"]:  # a new epoch
+            asked["restarts"] = machine.restarts
+            index.clear(0)
         for event in decode_batch(encode_batch(EventBatch(0.0, machine.scheduler.take_events()))).events:
             index.apply(0, event)
         resident: Resident = {}
@@ -370,11 +409,11 @@ def test_a_router_follows_every_medium(seed: int, monkeypatch: pytest.MonkeyPatc
             if anywhere != device:
                 found = index.loadable_tokens(keys, prompt_tokens=len(prompt))
                 assert found.get(0, 0) == loadable
-            reusable = page * len(list(takewhile(device.__contains__, hashes)))
-            if len(machine.layout.groups) == 1:
-                assert index.reusable_tokens(keys, prompt_tokens=len(prompt)).get(0, 0) == reusable
-            asked.update(all=1, below=loadable > reusable)
+            reusable = page * usable(hashes, resident, machine)
+            assert index.reusable_tokens(keys, prompt_tokens=len(prompt)).get(0, 0) == reusable
+            asked.update(all=1, below=loadable > reusable, reused=reusable > 0)
 
     monkeypatch.setattr(OffloadMachine, "agrees", follow)
-    walk(seed)
-    assert asked["below"] > 100
+    machine = walk(seed)
+    assert min(asked["below"], asked["reused"]) > 100
+    assert machine.restarts > 0 or machine.sizes[1] is None

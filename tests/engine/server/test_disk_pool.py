@@ -1,66 +1,214 @@
-"""The disk's copies: what is read back is what was stored under that name, or nothing."""
+"""The disk's copies outlive the process: what is read back is what was stored under that name, or nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from engine_shim.cache.labels import Kept, Label, root_digest
 from engine_shim.offload.disk import DiskPool
+from router.wire.block_keys import block_keys, namespace_seed
 
 PAGE = bytes(range(200))
+STATE = PAGE[:50]
+MODEL = b"m" * 16
+
+
+def open_pool(folder: Path, *, fingerprint: bytes = MODEL, pages: Sequence[int] = (8, 4)) -> DiskPool:
+    """Pages of two tokens in two groups."""
+    return DiskPool(folder, fingerprint=fingerprint, page_tokens=2, page_bytes=[len(PAGE), len(STATE)], pages=pages)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[DiskPool]:
-    disk = DiskPool(tmp_path / "new", page_bytes=[len(PAGE), 50], pages=[8, 4])
+    disk = open_pool(tmp_path / "new")
     yield disk
     disk.close()
 
 
+def labels(tokens: Sequence[int], namespace: str = "") -> list[Label]:
+    """Of each page of a chain."""
+    chain, before = [], root_digest(namespace)
+    for at in range(0, len(tokens), 2):
+        chain.append(Label(namespace, before, tuple(tokens[at : at + 2])))
+        before = chain[-1].digest
+    return chain
+
+
+def names(tokens: Sequence[int], namespace: str = "") -> list[int]:
+    return block_keys(tokens, block_tokens=2, parent=namespace_seed(namespace))
+
+
+def put(disk: DiskPool, tokens: Sequence[int], slots: Sequence[int], *, group: int = 0, namespace: str = "") -> None:
+    """A chain's pages, from its start on, each with contents that tell its slot."""
+    for slot, label, name in zip(slots, labels(tokens, namespace), names(tokens, namespace), strict=False):
+        contents = PAGE if group == 0 else STATE
+        disk.store(group, slot, name, contents[slot:] + contents[:slot], label=label)
+
+
+def again(disk: DiskPool, **options: object) -> tuple[DiskPool, Kept]:
+    """The next process."""
+    folder = disk._folder
+    disk.close()
+    disk = open_pool(folder, **options)
+    return disk, disk.kept()
+
+
+def told(kept: Kept) -> set[tuple[str, tuple[int, ...], int, int]]:
+    """(namespace, all tokens up to a page's end, group, slot) of each copy."""
+    copies, paths = set(), {None: ()}
+    for page in kept.pages:
+        paths[page] = paths[page.parent] + page.label.tokens
+        copies.update((page.label.namespace, paths[page], group, slot) for group, slot in page.slots.items())
+    return copies
+
+
 def test_pages_come_back(disk: DiskPool) -> None:
-    """Each slot of each group by itself, rewritten ones as last written."""
-    for slot in range(1, 8):
-        disk.store(0, slot, 1000 + slot, PAGE[slot:] + PAGE[:slot])
-    disk.store(1, 3, 77, PAGE[:50])
-    disk.store(0, 2, 9, PAGE)
-    assert disk.load(0, 2, 9) == PAGE
-    assert disk.load(0, 2, 1002) is None
-    assert disk.load(0, 7, 1007) == PAGE[7:] + PAGE[:7]
-    assert disk.load(1, 3, 77) == PAGE[:50]
-
-
-def test_never_written_is_a_miss(disk: DiskPool) -> None:
+    """Each slot of each group by itself, rewritten ones as last written, under their own names only."""
+    put(disk, range(14), range(1, 8))
+    put(disk, (5, 6), [3], group=1)
+    keys = names(range(14))
+    assert disk.load(0, 7, keys[6]) == PAGE[7:] + PAGE[:7]
+    assert disk.load(0, 2, keys[0]) is None
+    put(disk, (5, 6), [2])
+    assert disk.load(0, 2, names((5, 6))[0]) == PAGE[2:] + PAGE[:2]
+    assert disk.load(0, 2, keys[1]) is None
+    assert disk.load(1, 3, names((5, 6))[0]) == STATE[3:] + STATE[:3]
     assert disk.load(0, 4, 0) is None
 
 
-@pytest.mark.parametrize("at", [0, 5, 9, 17, 20, 34, 150, 233])
-def test_any_changed_byte_is_a_miss(disk: DiskPool, at: int) -> None:
-    """Magic, group, length, name, checksum and contents alike; the other slots are as before."""
-    disk.store(0, 1, 5, PAGE)
-    disk.store(0, 2, 6, PAGE)
-    start = disk._offset(0, 1)
-    byte = os.pread(disk._file, 1, start + at)
-    os.pwrite(disk._file, bytes([byte[0] ^ 1]), start + at)
-    assert disk.load(0, 1, 5) is None
-    assert disk.load(0, 2, 6) == PAGE
+def test_the_next_process_finds_them(disk: DiskPool) -> None:
+    """Chains that fork, two namespaces, two groups: what is told is what was stored, and it can be read."""
+    put(disk, (1, 2, 3, 4, 5, 6), [5, 1, 2])
+    put(disk, (1, 2, 3, 4, 9, 9), [5, 1, 3])
+    put(disk, (1, 2), [7], namespace="tenant")
+    disk.store(1, 2, names((1, 2, 3, 4))[1], STATE, label=labels((1, 2, 3, 4))[1])
+    disk, kept = again(disk)
+    assert told(kept) == {
+        ("", (1, 2), 0, 5),
+        ("", (1, 2, 3, 4), 0, 1),
+        ("", (1, 2, 3, 4), 1, 2),
+        ("", (1, 2, 3, 4, 5, 6), 0, 2),
+        ("", (1, 2, 3, 4, 9, 9), 0, 3),
+        ("tenant", (1, 2), 0, 7),
+    }
+    assert kept.refused == {}
+    assert disk.load(1, 2, names((1, 2, 3, 4))[1]) == STATE
+    assert disk.load(0, 3, names((1, 2, 3, 4, 9, 9))[2]) == PAGE[3:] + PAGE[:3]
+    disk.close()
 
 
-def test_a_cut_file_is_a_miss(disk: DiskPool) -> None:
-    disk.store(0, 1, 5, PAGE)
-    os.ftruncate(disk._file, disk._offset(0, 1) + 100)
-    assert disk.load(0, 1, 5) is None
+def test_what_is_of_no_use_is_refused_and_deleted(disk: DiskPool) -> None:
+    """Another model's pages, slots that there are no more, chains with a gap, halves of files; each is counted."""
+    put(disk, (1, 2, 3, 4, 5, 6), [1, 2, 3])
+    put(disk, (7, 8), [4])
+    put(disk, (9, 9), [7])
+    folder = disk._folder
+    (folder / "0-2.page").write_bytes((folder / "0-2.page").read_bytes()[:-1])
+    (folder / "0-5.page").write_text("not a page")
+    (folder / "0-6.page").write_bytes((folder / "0-4.page").read_bytes())
+    (folder / "1-1.page").write_bytes((folder / "0-4.page").read_bytes())
+    (folder / "0-4.new").write_bytes(b"unfinished")
+    (folder / "notes.txt").write_text("somebody else's")
+    disk, kept = again(disk, pages=(7, 4))
+    assert told(kept) == {("", (1, 2), 0, 1), ("", (7, 8), 0, 4)}
+    assert kept.refused == {"damaged": 3, "excess": 1, "orphan": 1, "twin": 1}
+    assert {path.name for path in folder.iterdir()} == {"0-1.page", "0-4.page", "lock", "notes.txt"}
+    disk, kept = again(disk, fingerprint=b"another model...")
+    assert (kept.pages, kept.refused) == ((), {"foreign": 2})
+    assert {path.name for path in folder.iterdir()} == {"lock", "notes.txt"}
+    disk.close()
 
 
-def test_it_leaves_nothing_behind(disk: DiskPool, tmp_path: Path) -> None:
-    """The file has no name, so not even a killed process leaves one."""
-    disk.store(0, 1, 5, PAGE)
-    assert list((tmp_path / "new").iterdir()) == []
+def test_any_changed_byte_is_a_miss(disk: DiskPool) -> None:
+    """In header and contents alike, read at once or by the next process, and the other pages are as before."""
+    put(disk, (1, 2, 3, 4), [1, 2])
+    path = disk._folder / "0-2.page"
+    sound = path.read_bytes()
+    first, second = names((1, 2, 3, 4))
+    for at in range(len(sound)):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        assert disk.load(0, 2, second) is None, at
+        disk, kept = again(disk)
+        assert disk.load(0, 2, second) is None, at
+        assert told(kept) - {("", (1, 2, 3, 4), 0, 2)} == {("", (1, 2), 0, 1)}
+    assert disk.load(0, 1, first) == PAGE[1:] + PAGE[:1]
+    disk.close()
+
+
+def test_a_name_alone_is_no_proof(disk: DiskPool) -> None:
+    """A page whose 64-bit name is another's, as somebody may make on purpose, still hangs where its chain leads."""
+    put(disk, (1, 2), [1])
+    put(disk, (3, 4), [2])
+    (name,), (label,) = names((3, 4)), labels((3, 4))
+    child = Label("", label.digest, (5, 6))
+    disk.store(0, 1, name, PAGE, label=labels((1, 2))[0])
+    disk.store(0, 3, 99, PAGE, label=child)
+    disk, kept = again(disk)
+    assert told(kept) == {("", (1, 2), 0, 1), ("", (3, 4), 0, 2), ("", (3, 4, 5, 6), 0, 3)}
+    disk.close()
+
+
+def test_a_folder_is_for_one_process_and_its_owner(disk: DiskPool) -> None:
+    """A second one is refused while the first lives; nobody else may look at what users wrote."""
+    put(disk, (1, 2), [1])
+    folder = disk._folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    with pytest.raises(OSError, match="in use by another process"):
+        open_pool(folder)
+    disk.wipe()
+    assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        DiskPool(tmp_path / "file" / "below", page_bytes=[1], pages=[2])
+        open_pool(tmp_path / "file" / "below")
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_disk_pool import open_pool, put
+disk = open_pool(Path(sys.argv[1]))
+print("ready", flush=True)
+for turn in itertools.count():
+    put(disk, (turn % 5, 2, 3, 4, 5, 6, 7, turn % 3), [1 + turn % 4, 5, 6, 7])
+"""
+
+
+def test_a_process_killed_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    """Ten times: whatever is told afterwards can be read and is whole, and nothing unfinished is left."""
+    folder, read = tmp_path / "pool", 0
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
+    for turn in range(10):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder), *paths], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout.readline() == "ready\n"
+            time.sleep(0.01 + 0.007 * turn)
+            writer.send_signal(signal.SIGKILL)
+        disk = open_pool(folder)
+        kept = disk.kept()
+        assert set(kept.refused) <= {"orphan", "twin"}
+        for page in kept.pages:
+            path = page.label.tokens
+            above = page.parent
+            while above is not None:
+                path, above = above.label.tokens + path, above.parent
+            for group, slot in page.slots.items():
+                assert disk.load(group, slot, names(path)[-1]) == PAGE[slot:] + PAGE[:slot]
+                read += 1
+        assert not any(name.endswith(".new") for name in os.listdir(folder))
+        disk.close()
+    assert read > 20
