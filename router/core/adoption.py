@@ -12,6 +12,7 @@ name of its last unit, whose parent is inside the block and has never been store
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from router.wire.kv_events import BlockStored
 
 #: Ends of reused prefixes without a name that are kept for a rank.
 MAX_NAMELESS = 1024
+#: Reused prefixes that are remembered for groups yet to be met: the first events tell of all groups.
+MAX_RESUMED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,27 @@ class Adopted:
     ``before[place]`` are those that stand and fall with it; ``vouchers`` are how many such places each of them stands
     with. ``nameless`` are places at the end of what the engine itself said it had reused. They go once as many blocks
     that nobody knows were removed as there may have been when they were last used: ``nameless[place]`` is that count.
+    ``resumed`` are such prefixes by their units, for groups of which nothing was heard yet. ``is_used``: anything was
+    taken over.
     """
 
     before: dict[int, list[int]] = field(default_factory=dict)
     vouchers: dict[int, int] = field(default_factory=dict)
     nameless: dict[int, float] = field(default_factory=dict)
+    resumed: deque[Sequence[int]] = field(default_factory=lambda: deque(maxlen=MAX_RESUMED))
     unknown_removals: int = 0
     is_used: bool = False
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there were blocks that no event told of."""
+        return self.is_used or self.unknown_removals > 0
 
     def __contains__(self, place: int) -> bool:
         return place in self.vouchers or place in self.nameless
 
     def take(self, place: int, before: Sequence[int], *, new: Sequence[int]) -> None:
         """A place is behind others, of which the ``new`` ones are taken over with it."""
-        self.is_used = True
         fresh, mine = frozenset(new), self.before.get(place, [])
         is_mine = frozenset(mine).__contains__
         taken = [each for each in before if (each in fresh or each in self.vouchers) and not is_mine(each)]
@@ -89,7 +99,6 @@ class Adopted:
 
     def reuse(self, place: int, *, unknown_blocks: float) -> int | None:
         """The engine has reused all up to a place without a name. Returns a place that is let go of to make room."""
-        self.is_used = True
         self.nameless.pop(place, None)
         self.nameless[place] = self.unknown_removals + unknown_blocks
         return next(iter(self.nameless)) if len(self.nameless) > MAX_NAMELESS else None

@@ -129,6 +129,7 @@ class Blocks:
             places += rank.chains.extend(slot, places[-1] if places else None, ends[known:])[1]
             lacking += range(known, len(ends))
         if lacking:
+            rank.adopted.is_used = True
             rank.blocks += len(lacking)
             self.provisional.confirm(slot, DENSE, [ends[at] for at in lacking])
             if rank.pool is not None:

@@ -201,6 +201,11 @@ class PrefixIndex(Residency):
         """Units in a dense block of the rank."""
         return self._ranks[slot].stride
 
+    def has_gaps(self, slot: int) -> bool:
+        """Whether a rank is known to have had blocks that no event told of, or has not told of any yet."""
+        rank = self._ranks[slot]
+        return rank.dense_group is None or bool(rank.orphans) or rank.adopted.has_gaps
+
     def orphans(self, slot: int) -> int:
         """Blocks a rank has announced whose parent is not known."""
         return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)

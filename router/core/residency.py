@@ -68,6 +68,9 @@ class Residency(Blocks):
         rank.align = math.lcm(
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
         )
+        if rank.dense_group is not None:
+            for units in rank.adopted.resumed:
+                self._resume(rank, slot, units)
 
     def _rule(self, rank: RankState, event: BlockStored) -> Rule:
         return rule_of(
@@ -234,14 +237,22 @@ class Residency(Blocks):
         return taken[0]
 
     def reused(self, slot: int, keys: Sequence[int], *, tokens: int) -> None:
-        """The engine says that it has reused so many tokens of a prompt, more than it was known to have."""
+        """The engine says that it has reused so many tokens of a prompt."""
         rank = self._ranks[slot]
         units = tokens // self.block_tokens
-        units += rank.stride * rank.geometry.eagle - units % rank.align
-        ends = keys[rank.stride - 1 : units : rank.stride]
-        if self.namespaces or not ends or (taken := self._take_over(rank, slot, ends)) is None:
+        if self.namespaces or not units:
             return
-        self._take_over_sparse(rank, slot, keys[:units])
+        rank.adopted.resumed.append(keys[: units + rank.stride * rank.geometry.eagle])
+        if rank.dense_group is not None:  # else nothing is known to be told of it
+            self._resume(rank, slot, rank.adopted.resumed[-1])
+
+    def _resume(self, rank: RankState, slot: int, units: Sequence[int]) -> None:
+        """The engine has gone on behind these units."""
+        units = units[: len(units) - len(units) % rank.align]
+        taken = self._take_over(rank, slot, ends) if (ends := units[rank.stride - 1 :: rank.stride]) else None
+        if taken is None:
+            return
+        self._take_over_sparse(rank, slot, units)
         place, is_new = taken
         if is_new or place in rank.adopted.nameless:
             pool_blocks = None if rank.pool is None else rank.pool.blocks

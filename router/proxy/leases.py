@@ -143,7 +143,7 @@ class Leases:
         metrics.ideal_tokens.labels(*labels).inc(lease.prepared.ideal_tokens)
         if actual_tokens != predicted:
             metrics.mispredicted.labels(*labels, "over" if predicted > actual_tokens else "under").inc()
-        if actual_tokens > predicted and self._fleet.knows(member):
+        if actual_tokens and self._fleet.knows(member):
             self._promises.reused(member, lease.prepared, tokens=actual_tokens)
         if lease.prepared.tokens is not None:
             judge(

@@ -93,9 +93,10 @@ class Promises:
 
     @staticmethod
     def reused(member: Member, prepared: PreparedRequest, *, tokens: int) -> None:
-        """The engine has found more of a prompt than was foretold."""
-        if member.index is not None and prepared.tokens is not None:
-            member.index.reused(member.slot, prepared.keys(member.index.block_tokens), tokens=tokens)
+        """The engine has found so much of a prompt, which is news where the picture of the rank has gaps."""
+        index = member.index
+        if index is not None and prepared.tokens is not None and index.has_gaps(member.slot):
+            index.reused(member.slot, prepared.keys(index.block_tokens), tokens=tokens)
 
     def answered(self, member: Member, prepared: PreparedRequest, *, output_tokens: int, now: float) -> None:
         """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""

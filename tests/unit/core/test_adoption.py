@@ -11,7 +11,7 @@ from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from router.wire.kv_events import BlockRemoved, BlockStored
 
 TOKENS = tuple(range(100, 112))  # six blocks
 OTHER = (*TOKENS[:6], *range(200, 206))  # the same first three, and three others
@@ -187,29 +187,63 @@ def test_what_a_window_needs_is_there_where_a_prompt_was_resumed(index: PrefixIn
 # --- what the engine says it has reused ----------------------------------------------------------------------------
 
 
-def test_what_the_engine_has_reused_is_there(index: PrefixIndex) -> None:
+def listening(*, pool: Pool | None = None) -> PrefixIndex:
+    """An index that has heard of one block, which is gone."""
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine", pool=pool)
+    index.apply(0, stored((1, 1), 0))
+    index.apply(0, removed((1, 1), 0))
+    return index
+
+
+def test_what_the_engine_has_reused_is_there() -> None:
     """Nobody ever heard of four blocks that an answer was resumed behind."""
+    index = listening()
     index.reused(0, keys(TOKENS), tokens=8)
 
     assert reusable(index, TOKENS) == 8
     assert index.blocks(0) == 4
 
 
+def test_what_was_reused_counts_from_the_first_event_on(index: PrefixIndex) -> None:
+    """A worker that never tells of its cache would never tell either that a block is gone."""
+    index.reused(0, keys(TOKENS), tokens=8)
+    assert reusable(index, TOKENS) == 0
+
+    index.apply(0, stored((1, 1), 0))
+    assert reusable(index, TOKENS) == 8
+
+
+def test_an_unbroken_picture_has_no_gaps() -> None:
+    """What is reused of it is no news; a block that is removed and was never heard of is."""
+    index = listening()
+    assert not index.has_gaps(0)
+    index.apply(0, BlockRemoved((77,)))
+    assert index.has_gaps(0)
+
+
 def test_what_was_reused_has_what_a_window_needs(index: PrefixIndex) -> None:
     """A window of two blocks: the last two of four are there, so a prompt that forks after three is not resumed."""
     index.apply(0, BlockStored((), 7, TOKENS[:2], 2, group=1, kind="sliding_window", window_tokens=5))
+    index.apply(0, stored((1, 1), 0))
     index.reused(0, keys(TOKENS), tokens=8)
 
     assert reusable(index, TOKENS) == 8
     assert reusable(index, OTHER) == 0
 
 
+def test_a_window_that_is_met_later_is_there_too(index: PrefixIndex) -> None:
+    """The first event of the window's group comes after the engine has said what it reused."""
+    index.apply(0, stored((1, 1), 0))
+    index.reused(0, keys(TOKENS), tokens=8)
+    index.apply(0, BlockStored((), 7, TOKENS[:2], 2, group=1, kind="sliding_window", window_tokens=5))
+
+    assert reusable(index, TOKENS) == 8
+
+
 def test_a_block_without_a_name_goes_when_all_that_nobody_knows_may_have_gone() -> None:
     """A pool of ten blocks, four of them known: of the six others that were there, one may be of before."""
-    index = PrefixIndex(block_tokens=2)
-    index.add_rank(0, domain="engine", pool=Pool(10))
-    index.apply(0, stored(tuple(range(20)), 0))  # ten blocks, which tells the group
-    index.apply(0, AllBlocksCleared())
+    index = listening(pool=Pool(10))
     index.reused(0, keys(TOKENS), tokens=8)
     for unknown in range(6):
         index.apply(0, BlockRemoved((unknown,)))
@@ -220,10 +254,9 @@ def test_a_block_without_a_name_goes_when_all_that_nobody_knows_may_have_gone() 
     assert index.blocks(0) == 0
 
 
-def test_a_block_that_is_stored_after_all_is_no_second_copy(index: PrefixIndex) -> None:
+def test_a_block_that_is_stored_after_all_is_no_second_copy() -> None:
     """The engine had lost it and computes it again: now it has a name, and one removal takes it."""
-    index.apply(0, stored(OTHER, 0))
-    index.apply(0, AllBlocksCleared())
+    index = listening()
     index.reused(0, keys(TOKENS), tokens=8)
     index.apply(0, stored(TOKENS, 0))
     assert reusable(index, TOKENS) == 12
@@ -233,8 +266,9 @@ def test_a_block_that_is_stored_after_all_is_no_second_copy(index: PrefixIndex) 
     assert index.blocks(0) == 0
 
 
-def test_a_name_that_comes_later_takes_a_reused_prefix_over(index: PrefixIndex) -> None:
+def test_a_name_that_comes_later_takes_a_reused_prefix_over() -> None:
     """The answer's first block is stored behind it: from then on it goes with the block that is named."""
+    index = listening()
     index.reused(0, keys(TOKENS), tokens=8)
     promise(index, TOKENS)
     index.apply(0, stored(TOKENS, 4))
