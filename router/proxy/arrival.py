@@ -143,8 +143,10 @@ class Arrival:
             self._ready(prepared)
 
     def _prepared(self, task: asyncio.Task[Prepared]) -> None:
-        if not task.cancelled():
+        if self._leave is not None:
             self._guarded(lambda: self._ready(task.result()))
+        elif not task.cancelled():  # given up in the turn of the loop between its end and this call
+            task.exception()
 
     def _ready(self, prepared: Prepared) -> None:
         outbound = self._outbound

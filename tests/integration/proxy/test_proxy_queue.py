@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from router.core.fair_queue import Priority
 from router.core.keys import Key, Keyring, digest_of
 from router.settings import QueueSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, event, stream_head
-from tests.fakes.proxy_rig import Client, Rig, rig, target, until
+from tests.fakes.proxy_rig import Client, FakePrepared, Rig, rig, target, until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SLOW: Script = (0.15, *OK)
@@ -43,6 +44,31 @@ async def test_as_many_at_once_as_may_be() -> None:
         await first.close()
         await second.close()
         assert it.count("homing_queued_requests") == 0
+        assert (await it.ask(ASK)).status == 200
+
+
+async def test_given_up_while_the_last_step_of_preparing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of that task and the call that says so the request is over: it is not sent, nor counted twice."""
+    async with FaultWorker([OK]) as worker, rig(target(worker.port), queue=QueueSettings(max_inflight=1)) as it:
+        prepare, calls = it.brain.prepare, 0
+
+        async def prepare_late(*arguments: Any, **options: Any) -> FakePrepared:
+            nonlocal calls
+            calls += 1
+            await asyncio.sleep(0)
+            if calls == 1:
+                (client,) = it.plane.clients
+                asyncio.get_running_loop().call_soon(client.stop)
+            return await prepare(*arguments, **options)
+
+        monkeypatch.setattr(it.brain, "prepare", prepare_late)
+        client = await _sent(it)
+        assert (await client.answer()).status == 503
+        assert it.count("homing_inflight_requests") == 0
+        await client.send(ASK)
+        assert (await client.answer()).status == 200
+        await client.close()
+        assert len(worker.requests) == 1
         assert (await it.ask(ASK)).status == 200
 
 
