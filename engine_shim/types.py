@@ -41,6 +41,14 @@ class CacheGroup:
     window_tokens: int | None = None
 
 
+class WindowTails(StrEnum):
+    """Where the sliding-window layers of a reused prefix have their last window from."""
+
+    STORED = "stored"
+    REBUILT = "rebuilt"
+    RING = "ring"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The cache of one rank: groups and, for each, how many pages its pool has (null page included).
@@ -48,12 +56,20 @@ class CacheLayout:
     Group 0 is the full-attention group, a window group follows, then a state group, if the model has such layers; last
     comes the group of the draft head, if one drafts, with as many pages as group 0.
     Long prompts leave a state every ``checkpoint_tokens`` (a multiple of the page).
+
+    ``window_tails``: *stored* windows are kept like full pages, on the device and below it. *Rebuilt* ones are kept on
+    the device as long as there is room and not copied; a prefix without is computed again, as far as its last window
+    needs, while full layers read what they have. With *rings* window layers keep nothing for others, each request has
+    ``ring_pages`` pages of its own to go round in, and every prefix is rebuilt. A state cannot be rebuilt, so layouts
+    with states store.
     """
 
     page_tokens: int
     groups: tuple[CacheGroup, ...]
     pages: tuple[int, ...]
     checkpoint_tokens: int = 2048
+    window_tails: WindowTails = WindowTails.STORED
+    ring_pages: int = 0
 
     @property
     def window(self) -> CacheGroup | None:
@@ -75,6 +91,45 @@ class CacheLayout:
         if self.window is None or self.window.window_tokens is None:
             return 0
         return -(-(self.window.window_tokens - 1) // self.page_tokens)
+
+    def require_room(self) -> None:
+        """Raise ``ValueError`` if not even one request can run."""
+        if self.state is not None and self.pages[self.state.index] < 3:
+            raise ValueError("a state pool has a slot to read and one to write at least, beside the null slot")
+        if self.window is None:
+            return
+        reach, pages = self.window_pages(), self.pages[self.window.index]
+        if pages - 1 <= reach:
+            raise ValueError(
+                f"a window pool of {pages} pages (one is the null page) is too small: "
+                f"{reach} pages of window and the page in progress must fit"
+            )
+        if self.window_tails is not WindowTails.STORED and self.state is not None:
+            raise ValueError("a recurrent state cannot be rebuilt, so windows beside one have to be stored")
+        if self.window_tails is WindowTails.RING and not reach < self.ring_pages < pages:
+            raise ValueError(f"a ring of {self.ring_pages} pages: it needs {reach + 1} at least, {pages - 1} at most")
+
+    def rebuild_tokens(self, pages: int) -> int:
+        """Where computing has to begin so that behind ``pages`` pages the whole window is right; a page boundary.
+
+        A layer's keys are right where its input is. Each window layer in between looks a window further back, and what
+        it misses there it passes on: after k of them all is right from k * (W - 1) positions behind the beginning on.
+        """
+        if self.window is None or self.window.window_tokens is None:
+            return pages * self.page_tokens
+        first = (pages - self.window_pages()) * self.page_tokens
+        passed_on = (len(self.window.layers) - 1) * (self.window.window_tokens - 1)
+        return max(0, first - passed_on) // self.page_tokens * self.page_tokens
+
+    def resume_tokens(self, usable_pages: int, full_pages: int) -> int:
+        """Where computing begins behind a prefix of which the full layers have ``full_pages``, all ``usable_pages``."""
+        match self.window_tails:
+            case WindowTails.STORED:
+                return usable_pages * self.page_tokens
+            case WindowTails.REBUILT:
+                return max(usable_pages * self.page_tokens, self.rebuild_tokens(full_pages))
+            case WindowTails.RING:
+                return self.rebuild_tokens(full_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +234,9 @@ class Chunk:
     changed until the batch is committed. ``samples``: the logits of the last position choose a token.
     ``draws`` is the number of tokens this request has sampled before: with the seed it names the random draw.
     ``room``: so many draft tokens the runner may try behind the chunk; the tables are long enough for them too.
+
+    A chunk that rebuilds a window: positions before ``rebuilt_until`` have their place in all but the window group
+    already, which is read and not written, and window layers look back to ``window_start`` only.
     """
 
     request: Request
@@ -188,6 +246,8 @@ class Chunk:
     samples: bool
     draws: int
     room: int = 0
+    rebuilt_until: int = 0
+    window_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,11 +193,14 @@ def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
 
 
 def _written_slots(chunk: Chunk, group: CacheGroup, *, page_tokens: int) -> Integers:
-    """Slots of the chunk's own positions."""
+    """Slots of the chunk's own positions, of the null page for those that have their place already."""
     first_page = chunk.start // page_tokens
     table = np.array(chunk.tables[group.index][first_page : _pages(chunk, page_tokens)], dtype=np.int64)
     positions = np.arange(chunk.start, chunk.start + chunk.count)
-    return table[positions // page_tokens - first_page] * page_tokens + positions % page_tokens
+    pages = table[positions // page_tokens - first_page]
+    if group.kind is not GroupKind.WINDOW:
+        pages = np.where(positions < chunk.rebuilt_until, NULL_PAGE, pages)
+    return pages * page_tokens + positions % page_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,9 @@ class _Keys:
 def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _Keys:
     """The keys of decodes, or of one prefill chunk: all that lie in the window of one of the queries."""
     starts = np.array([chunk.start for chunk in chunks])
-    reach = starts if group.window_tokens is None else np.minimum(starts, group.window_tokens - 1)
+    reach = starts
+    if group.window_tokens is not None:
+        reach = np.minimum(starts - [chunk.window_start for chunk in chunks], group.window_tokens - 1)
     lows = starts - reach
     lengths = reach + chunks[0].count
     positions = lows[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)

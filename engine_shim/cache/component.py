@@ -1,11 +1,12 @@
 """What one cache group contributes to the tree: where it is present, where it lets a prompt resume, what a lock covers.
 
-The tree knows runs of pages and how they branch; a *component* knows one group's pages in them. Three kinds::
+The tree knows runs of pages and how they branch; a *component* knows one group's pages in them. Five kinds::
 
     component   is present      a prompt may resume where       a lock covers       gives up first
     full        in every run    (always)                        the whole path      the end of the oldest leaf
     window      run by run      the window before is present,   the window before   the oldest run, at the
                                 or all there is, if shorter                         root's end of a window
+    ring        never           (always)                        nothing             has nothing
     state       at a run's end  a state stands exactly there    that one state      the oldest state
     draft       where full is   (always)                        the whole path      with full, never by itself
 
@@ -20,7 +21,7 @@ from typing import ClassVar
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.node import Node, Recency
 from engine_shim.cache.pool import PagePool
-from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind
+from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind, WindowTails
 
 #: Told each node of a walk from the root and how many of its pages agree: may a prompt resume behind them?
 Validator = Callable[[Node, int], bool]
@@ -36,6 +37,8 @@ class Component:
     upper_first: ClassVar[bool] = False
     #: Every node has it, all pages of it.
     is_whole: ClassVar[bool] = True
+    #: What is missing of it can be computed from what others have.
+    is_rebuilt = False
 
     def __init__(self, group: CacheGroup, pages: int, events: EventRecorder) -> None:
         self.index = group.index
@@ -107,6 +110,10 @@ class Component:
         """How many pages, or states, before a boundary whoever resumes there has to keep."""
         return pages
 
+    def copied_extent(self, pages: int) -> int:
+        """How many of those are copied below the device: all that cannot be rebuilt."""
+        return 0 if self.is_rebuilt else self.extent(pages)
+
     def covered(self, node: Node, extent: int, cut: Cut) -> list[Node]:
         """The nodes with the last ``extent`` pages up to the end of ``node``, the first to be evicted first."""
         return list(node.path())
@@ -175,6 +182,7 @@ class WindowComponent(Component):
     def __init__(self, layout: CacheLayout, group: CacheGroup, events: EventRecorder) -> None:
         super().__init__(group, layout.pages[group.index], events)
         self._reach = layout.window_pages()
+        self.is_rebuilt = layout.window_tails is WindowTails.REBUILT
 
     def validator(self) -> Validator:
         depth = run = 0
@@ -189,7 +197,7 @@ class WindowComponent(Component):
         return valid
 
     def serves(self, node: Node) -> bool:
-        return self._reach == 0 or node.held[self.index] is not None
+        return self.is_rebuilt or self._reach == 0 or node.held[self.index] is not None
 
     def table(self, path: Path, pages: int) -> list[int]:
         """NULL_PAGE up to the last window."""
@@ -215,6 +223,22 @@ class WindowComponent(Component):
             assert node.parent is not None
             node = node.parent
         return nodes[::-1]
+
+
+class RingComponent(Component):
+    """Sliding-window layers whose pages are in rings: the tree has none of them, and any boundary can be rebuilt."""
+
+    is_whole = False
+    is_rebuilt = True
+
+    def table(self, path: Path, pages: int) -> list[int]:
+        return [NULL_PAGE] * pages
+
+    def extent(self, pages: int) -> int:
+        return 0
+
+    def covered(self, node: Node, extent: int, cut: Cut) -> list[Node]:
+        return []
 
 
 class StateComponent(Component):
@@ -270,6 +294,8 @@ def components_of(layout: CacheLayout, events: EventRecorder) -> tuple[Component
         match group.kind:
             case GroupKind.FULL:
                 components.append(Component(group, pages, events))
+            case GroupKind.WINDOW if layout.window_tails is WindowTails.RING:
+                components.append(RingComponent(group, pages, events))
             case GroupKind.WINDOW:
                 components.append(WindowComponent(layout, group, events))
             case GroupKind.STATE:

@@ -16,7 +16,7 @@ class PagePool:
     """Pages 1 .. ``pages - 1`` of one group; page 0 is the null page and is never handed out.
 
     The last page freed is the first one handed out again, so a page that is given back too early is
-    soon overwritten and shows up in tests. ``generations[page]`` counts how often a page has come back.
+    soon overwritten and shows up in tests. ``generations[page]`` counts how often a page has come back or turned.
     """
 
     __slots__ = ("_free", "_held", "generations", "total")
@@ -70,6 +70,12 @@ class PagePool:
             self._held[page] = 0
             self.generations[page] += 1
             self._free.append(page)
+
+    def turn(self, page: int) -> None:
+        """A page begins again with whoever has it. Raises ``PageError`` if nobody does."""
+        if not self._held[page]:
+            raise PageError(f"page {page} is free")
+        self.generations[page] += 1
 
     def free_set(self) -> set[int]:
         """The free pages themselves, for checks."""

@@ -40,7 +40,7 @@ from engine_shim.cache.component import Component, components_of
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.node import Node, shared_pages
 from engine_shim.cache.pool import PageError
-from engine_shim.types import NULL_PAGE, CacheLayout
+from engine_shim.types import NULL_PAGE, CacheLayout, WindowTails
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import Event
 
@@ -89,7 +89,8 @@ class RadixCache:
         self.pinned = 0
         self._events = events
         self._page = layout.page_tokens
-        self._window = self.components[layout.window.index] if layout.window else None
+        has_windows = layout.window is not None and layout.window_tails is not WindowTails.RING
+        self._window = self.components[layout.window.index] if layout.window and has_windows else None
         self._state = self.components[layout.state.index] if layout.state else None
         draft = self.components[layout.draft.index] if layout.draft else None
         #: What every node has: the full group, and the draft group with it.

@@ -142,8 +142,20 @@ class ShadowRunner:
         return values
 
     def _forget(self, chunk: Chunk) -> None:
+        """What is about to be written counts for nothing until it is; and it has to be this position's own place."""
+        end = chunk.start + chunk.count + chunk.room
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
-            slots.positions[self._written(chunk, group, chunk.count + chunk.room)] = _UNWRITTEN
+            places = self._written(chunk, group, chunk.count + chunk.room)
+            if group.kind is not GroupKind.STATE:
+                before, positions = slots.positions[places], np.arange(end - len(places), end)
+                alive = (before != _UNWRITTEN) & (slots.generations[places] == self._generation(group, places))
+                wrong = alive & (before != positions)
+                if wrong.any():
+                    raise ShadowError(
+                        f"request {chunk.request.id!r} writes position {positions[wrong.argmax()]} of group "
+                        f"{group.index} over position {before[wrong.argmax()]} on a page that has not changed hands"
+                    )
+            slots.positions[places] = _UNWRITTEN
 
     def _write(self, chunk: Chunk, chains: list[int], held: tuple[int, ...]) -> None:
         """Book the chunk's own positions, and behind them the drafts that ``held``."""
@@ -154,6 +166,8 @@ class ShadowRunner:
         tokens = [*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *held]
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
             places = self._written(chunk, group, count)
+            if not len(places):
+                continue
             slots.tokens[places] = tokens[-len(places) :]
             slots.positions[places] = np.arange(end - len(places), end)
             slots.chains[places] = chains[-len(places) :]
@@ -163,7 +177,8 @@ class ShadowRunner:
         """Slots of the chunk's first ``count`` positions, or the one of the state after them."""
         if group.kind is GroupKind.STATE:
             return np.array(chunk.tables[group.index][1:2], dtype=np.int64)
-        return self._places(chunk, group, chunk.start, chunk.start + count)
+        start = chunk.start if group.kind is GroupKind.WINDOW else max(chunk.start, chunk.rebuilt_until)
+        return self._places(chunk, group, start, max(start, chunk.start + count))
 
     def _places(self, chunk: Chunk, group: CacheGroup, start: int, end: int) -> Integers:
         """Slots of the positions [start, end) in a paged group."""
@@ -187,7 +202,7 @@ class ShadowRunner:
                 case GroupKind.FULL | GroupKind.DRAFT:
                     start, stop = self._stretch(end)
                 case GroupKind.WINDOW:
-                    start, stop = max(0, chunk.start + 1 - (group.window_tokens or 0)), end
+                    start, stop = max(chunk.window_start, chunk.start + 1 - (group.window_tokens or 0)), end
                 case GroupKind.STATE:
                     start, stop = end - 1, end
             if group.kind is GroupKind.STATE:

@@ -143,8 +143,10 @@ class ShadowMover:
         table = chunk.tables[group]
         if self._layout.groups[group].kind is GroupKind.STATE:
             return table[1:]
-        page = self._layout.page_tokens
-        return table[chunk.start // page : -(-(chunk.start + chunk.count + chunk.room) // page)]
+        page, start = self._layout.page_tokens, chunk.start
+        if self._layout.groups[group].kind is not GroupKind.WINDOW:
+            start = max(start, chunk.rebuilt_until)
+        return table[start // page : -(-(chunk.start + chunk.count + chunk.room) // page)]
 
     def _check_names(self, transfer: Transfer) -> None:
         """A copy is what its name says, and nothing is brought to a place that has it already."""

@@ -32,6 +32,9 @@ class Entry:
     ``window_own_from`` on, which else is ``receipt.pages``. ``fetches``: transfers from disk that it waits for.
     ``loaded_tokens``: what its last admission owes to copies below the device.
 
+    Up to ``rebuilt_until`` it has all but the window, which it computes again from ``window_start`` on; 0 if there is
+    nothing to rebuild. Its window table begins there, and until it has come to an end the tree gets none of that.
+
     ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
     what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
@@ -43,6 +46,8 @@ class Entry:
     receipt: Receipt | None = None
     window_from: int = 0
     window_own_from: int = 0
+    rebuilt_until: int = 0
+    window_start: int = 0
     kept_slot: int = NULL_PAGE
     kept_tokens: int = 0
     stops: list[int] = field(default_factory=list)
@@ -81,6 +86,10 @@ class Entry:
             and leader.receipt is not None
             and (leader.load is not None or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens))
         )
+
+    def is_rebuilding(self, tokens: int) -> bool:
+        """Whether the window before this position is still being computed again, or is not to be."""
+        return tokens <= self.rebuilt_until
 
     def stop_at(self, tokens: int) -> None:
         """Have the prefill store what it has at this position, which is ahead of it."""

@@ -16,12 +16,13 @@ from __future__ import annotations
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError, check_integrity
 from engine_shim.cache.node import shared_pages
-from engine_shim.cache.radix import FULL, RadixCache
+from engine_shim.cache.radix import RadixCache
 from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.transit import Load, OffloadPlan
-from engine_shim.types import NULL_PAGE, CacheLayout
+from engine_shim.schedule.windows import windows_of
+from engine_shim.types import NULL_PAGE, CacheLayout, WindowTails
 from router.wire.kv_events import Event
 
 
@@ -39,10 +40,12 @@ class Memory:
         self.cache = RadixCache(layout, events)
         self.offload = Offload(layout, plan, cache=self.cache, mover=mover, events=events) if plan and mover else None
         self._page = layout.page_tokens
-        self._window = layout.window.index if layout.window else None
+        self._layout = layout
+        self._stores = layout.window_tails is WindowTails.STORED
+        self._windows = windows_of(layout, self.cache, take=self._take)
+        self._window = self._windows.group
         self._state = layout.state.index if layout.state else None
         self._checkpoint = layout.checkpoint_tokens
-        self._window_pages = layout.window_pages()
         self._tenants: list[Entry] = []
         self._adrift: list[Load] = []
 
@@ -83,24 +86,34 @@ class Memory:
         tokens = request.tokens[: cap * self._page]
         match = self.cache.match(request.namespace, tokens)
         depth, pages, entry.load = match.full_pages, match.pages, None
+        found = start = self._layout.resume_tokens(match.pages, match.full_pages)
         if self.offload is not None:
             depth, entry.load = self.offload.find(request.namespace, tokens, match)
-        if entry.load is None:
+        if entry.load is not None:
+            pages = entry.load.pages
+            start = pages * self._page if self._stores else self._layout.rebuild_tokens(pages)
+        elif start != pages * self._page:
+            pages = match.full_pages
+        is_rebuilt = start < pages * self._page
+        entry.rebuilt_until, entry.window_start = (pages * self._page, start) if is_rebuilt else (0, 0)
+        if entry.load is None and not is_rebuilt:
             entry.receipt = self.cache.lock(match)
             request.tables = match.tables
-            if self.offload is not None and not match.node.is_saved:
-                self.offload.reused(match.node)
         else:
-            pages = entry.load.pages
             entry.receipt, request.tables = self.cache.lock_whole(request.namespace, tokens[: pages * self._page])
             if self._state is not None:
                 request.tables[self._state][:] = [NULL_PAGE, NULL_PAGE]
-        entry.loaded_tokens = (pages - match.pages) * self._page
-        entry.window_from = max(0, pages - self._window_pages)
-        entry.window_own_from = entry.receipt.pages
+            if self._window is not None and is_rebuilt:
+                request.tables[self._window][:] = [NULL_PAGE] * (start // self._page)
+        if self.offload is not None and entry.load is None and not match.node.is_saved:
+            self.offload.reused(match.node)
+        entry.loaded_tokens = start - found
+        first = start // self._page
+        entry.window_from = first if is_rebuilt else max(0, first - self._layout.window_pages())
+        entry.window_own_from = first if is_rebuilt else entry.receipt.pages
         entry.kept_slot, entry.kept_tokens = NULL_PAGE, 0
         entry.prefilling = True
-        request.computed_tokens = pages * self._page
+        request.computed_tokens = start
         entry.stops = []
         if depth > pages:
             entry.stop_at(depth * self._page)
@@ -125,7 +138,8 @@ class Memory:
 
     def known_tokens(self, entry: Entry) -> int:
         """How much of a waiting request's prompt could be reused now."""
-        return self.cache.match(entry.request.namespace, entry.request.tokens[:-1]).pages * self._page
+        match = self.cache.match(entry.request.namespace, entry.request.tokens[:-1])
+        return self._layout.resume_tokens(match.pages, match.full_pages)
 
     def share(self, entry: Entry) -> None:
         """Store the pages of a prefill in progress if others can use them: full layers anywhere, others at a stop."""
@@ -140,7 +154,7 @@ class Memory:
         start, end = entry.request.computed_tokens, entry.request.computed_tokens + tokens
         fitting = self._end_that_fits(entry, spare_pages)
         if end > fitting:
-            self._trim_passed_locks()
+            self._windows.trim_passed_locks(self._tenants)
             if self.offload is not None:
                 self.offload.relieve()
             fitting = self._end_that_fits(entry, spare_pages)
@@ -148,29 +162,34 @@ class Memory:
 
     def _end_that_fits(self, entry: Entry, spare_pages: int) -> int:
         """Up to which position a request could run on pages held, free or evictable; 0 if not at all."""
-        needed = [0] * len(self.cache.pools)
-        pages = len(entry.request.tables[FULL])
-        if (load := entry.load) is not None and not load.started:
-            needed = [len(copies) for copies in load.copies]
-            pages = load.pages
-        left = [self._obtainable(group) - needed[group] - spare_pages for group in range(len(needed))]
-        if self._state is not None:
-            if entry.request.tables[self._state][1] == NULL_PAGE and left[self._state] <= 0:
+        ends = []
+        load = entry.load if entry.load is not None and not entry.load.started else None
+        for group, table in enumerate(entry.request.tables):
+            pages, needed = len(table), 0
+            if load is not None:
+                needed = len(load.copies[group])
+                pages = pages if group == self._window and entry.rebuilt_until else load.pages
+            left = self._obtainable(group) - needed - spare_pages
+            if load is not None and left < 0:
                 return 0
-            del left[self._state]
-        return (pages + min(left)) * self._page
+            if group == self._state:
+                if table[1] == NULL_PAGE and left <= 0:
+                    return 0
+            else:
+                ends.append(self._windows.end(entry, pages + left) if group == self._window else pages + left)
+        return min(ends) * self._page
 
     def extend(self, entry: Entry, tokens: int) -> None:
         """Make the tables long enough for the next ``tokens`` positions, which must ``fit``."""
         tables = entry.request.tables
         if self._state is not None and tables[self._state][1] == NULL_PAGE:
             tables[self._state][1:] = self._take(self._state, 1)
-        pages = -(-(entry.request.computed_tokens + tokens) // self._page) - len(tables[FULL])
-        if pages <= 0:
-            return
+        pages = -(-(entry.request.computed_tokens + tokens) // self._page)
         for group, table in enumerate(tables):
-            if group != self._state:
-                table += self._take(group, pages)
+            if group == self._window:
+                self._windows.grow(entry, pages)
+            elif group != self._state and len(table) < pages:
+                table += self._take(group, pages - len(table))
 
     def _start_load(self, entry: Entry, load: Load) -> None:
         """Take pages for a load and send it; the request then is as if it had computed them."""
@@ -181,6 +200,8 @@ class Memory:
             if group == self._state:
                 entry.kept_slot, entry.kept_tokens = pages[0], load.pages * self._page
                 table[0] = entry.kept_slot
+            elif group == self._window and entry.rebuilt_until:
+                assert not pages, "a window that is rebuilt is not loaded"
             elif group == self._window:
                 entry.window_own_from = load.pages - len(pages)
                 table += [NULL_PAGE] * entry.window_own_from + pages
@@ -233,7 +254,7 @@ class Memory:
         """Book ``tokens`` more positions as run through the layers."""
         entry.request.computed_tokens += tokens
         self._turn_state(entry)
-        self._slide(entry, at_prompt_end=at_prompt_end)
+        self._windows.slide(entry, at_prompt_end=at_prompt_end)
 
     def _turn_state(self, entry: Entry) -> None:
         """The chunk's state is in the slot it wrote: the next chunk reads that, and on a page boundary it is kept."""
@@ -246,54 +267,42 @@ class Memory:
             table[1], entry.kept_slot = entry.kept_slot, table[1]
             entry.kept_tokens = entry.request.computed_tokens
 
-    def _slide(self, entry: Entry, *, at_prompt_end: bool) -> None:
-        """Let go of window pages that no position from the current page on looks back to.
-
-        Counted from the start of the page in progress, not from the position itself, so that a prefix that
-        ends on this page boundary has its whole window when it is stored. At the end of a prompt, from the page
-        of its last token: whoever sends the same prompt again computes that token and needs the window before it.
-        """
-        if self._window is None:
-            return
-        receipt, table = entry.receipt_held, entry.request.tables[self._window]
-        current = (entry.request.computed_tokens - at_prompt_end) // self._page
-        start = max(entry.window_from, current - self._window_pages)
-        own = table[max(entry.window_from, entry.window_own_from) : start]
-        self.cache.pools[self._window].free(own)
-        table[entry.window_from : start] = [NULL_PAGE] * (start - entry.window_from)
-        entry.window_from = start
-        if start >= receipt.pages:
-            entry.receipt = self.cache.trim(receipt, self._window, keep=0)
-
     def store(self, entry: Entry, *, loaded: bool = False) -> None:
         """Give the computed whole pages to the tree and go on reading them there, under a new lock.
 
         After a load there may be window pages and a state to give though the tree has all full pages.
         """
         request, old = entry.request, entry.receipt_held
-        pages = (request.computed_tokens if self._state is None else entry.kept_tokens) // self._page
+        known = request.computed_tokens if self._state is None else entry.kept_tokens
+        pages = max(known, entry.rebuilt_until if loaded else 0) // self._page
         if pages <= old.pages and not loaded:
             return
         tokens = request.tokens[: pages * self._page]
-        given = [
-            [entry.kept_slot] if group == self._state else table[:pages] for group, table in enumerate(request.tables)
-        ]
+        given = [self._to_store(entry, group, pages) for group in range(len(request.tables))]
         duplicates = self.cache.insert(request.namespace, tokens, given)
         for pool, twins in zip(self.cache.pools, duplicates, strict=True):
             pool.free(twins)
-        match = self.cache.match(request.namespace, tokens)
-        assert match.pages == pages, "what was just stored is usable"
-        entry.receipt = self.cache.lock(match)
+        if entry.is_rebuilding(pages * self._page):
+            entry.receipt, tables = self.cache.lock_whole(request.namespace, tokens)
+        else:
+            match = self.cache.match(request.namespace, tokens)
+            assert match.pages == pages, "what was just stored is usable"
+            entry.receipt, tables = self.cache.lock(match), match.tables
         self.cache.release(old)
-        for group, (table, stored) in enumerate(zip(request.tables, match.tables, strict=True)):
+        for group, (table, stored) in enumerate(zip(request.tables, tables, strict=True)):
             if group == self._state:
                 self._give_kept(entry, stored[0])
+            elif group == self._window:
+                self._windows.stored(entry, pages, stored)
             else:
                 table[:pages] = stored
-        entry.window_from = max(entry.window_from, pages - self._window_pages)
-        entry.window_own_from = pages
         if self.offload is not None:
-            self.offload.stored(match.node)
+            self.offload.stored(entry.receipt.node)
+
+    def _to_store(self, entry: Entry, group: int, pages: int) -> list[int]:
+        if group == self._state:
+            return [entry.kept_slot]
+        return self._windows.to_store(entry, pages) if group == self._window else entry.request.tables[group][:pages]
 
     def _give_kept(self, entry: Entry, stored: int) -> None:
         """The kept state is the tree's now, as slot ``stored``; if the next chunk starts from it, it reads it there."""
@@ -321,8 +330,11 @@ class Memory:
                 for pages, targets in zip(owned, map(set, entry.load.targets), strict=True)
             ]
         entry.load = None
-        for pool, pages in zip(self.cache.pools, owned, strict=True):
-            pool.free(pages)
+        for group, (pool, pages) in enumerate(zip(self.cache.pools, owned, strict=True)):
+            if group == self._window:
+                self._windows.give_back(entry, pages)
+            else:
+                pool.free(pages)
         self.cache.release(receipt)
         self._tenants.remove(entry)
         entry.receipt = None
@@ -333,6 +345,7 @@ class Memory:
         held: list[list[int]] = [[] for _ in self.cache.pools]
         for entry in self._tenants:
             self._check_reads(entry)
+            self._windows.check(entry)
             for pages, own in zip(held, self._owned(entry), strict=True):
                 pages += own
         for load in self._adrift:
@@ -364,17 +377,6 @@ class Memory:
             if not read <= {NULL_PAGE, *locked, *self._owned(entry)[group]}:
                 raise IntegrityError(f"request {entry.request.id!r} reads pages of group {group} that may be evicted")
 
-    def _trim_passed_locks(self) -> None:
-        """Unlock window pages of locks that the window has passed in part.
-
-        That splits nodes, so ``slide`` leaves it until the whole lock is passed or pages are short.
-        """
-        for entry in self._tenants:
-            receipt = entry.receipt_held
-            keep = max(0, receipt.pages - entry.window_from)
-            if self._window is not None and keep < receipt.extents[self._window]:
-                entry.receipt = self.cache.trim(receipt, self._window, keep=keep)
-
     def _obtainable(self, group: int) -> int:
         component = self.cache.components[group]
         return component.pool.free_pages + component.unlocked.pages
@@ -391,7 +393,9 @@ class Memory:
         for group, table in enumerate(entry.request.tables):
             if group == self._state:
                 pages = [table[1], entry.kept_slot]
+            elif group == self._window:
+                pages = self._windows.owned(entry)
             else:
-                pages = table[entry.window_own_from if group == self._window else entry.receipt_held.pages :]
+                pages = table[entry.receipt_held.pages :]
             owned.append([page for page in pages if page != NULL_PAGE])
         return owned

@@ -28,7 +28,7 @@ from engine_shim.schedule.flights import Flights
 from engine_shim.schedule.saves import Saves
 from engine_shim.schedule.spills import Spills
 from engine_shim.schedule.transit import BelowStats, Flight, Load, OffloadCounters, OffloadPlan
-from engine_shim.types import CacheLayout
+from engine_shim.types import CacheLayout, WindowTails
 from router.wire.kv_events import Event
 
 
@@ -101,12 +101,14 @@ class Offload:
         """How far full pages go, copies on the host included, and the load that reaches further than ``match``."""
         chain = self.copies.walk(namespace, tuple(tokens))
         depth, boundary = self._boundary(chain, match, (Place.HOST,))
-        if boundary <= match.pages:
+        layout = self._layout
+        usable = boundary if layout.window_tails is WindowTails.STORED else match.pages
+        if layout.resume_tokens(usable, boundary) <= layout.resume_tokens(match.pages, match.full_pages):
             return depth, None
         full_from = min(match.full_pages, boundary)
         copies = []
         for component in self._cache.components:
-            first = full_from if component.is_whole else boundary - component.extent(boundary)
+            first = full_from if component.is_whole else boundary - component.copied_extent(boundary)
             found = [page.ready(Place.HOST, component.index) for page in chain[first:boundary]]
             copies.append([copy for copy in found if copy is not None])
         self.copies.touch(chain[:boundary])
@@ -126,7 +128,7 @@ class Offload:
             return set()
         needed: list[tuple[Page, int]] = []
         for component in self._cache.components:
-            first = match.full_pages if component.is_whole else boundary - component.extent(boundary)
+            first = match.full_pages if component.is_whole else boundary - component.copied_extent(boundary)
             needed += [(page, component.index) for page in chain[first:boundary]]
         return self._spills.fetch(needed)
 
@@ -150,7 +152,7 @@ class Offload:
         runs, boundary = [0] * len(others), 0
         for pages, page in enumerate(chain[:depth], start=1):
             runs = [run + 1 if ready(page, each.index) else 0 for run, each in zip(runs, others, strict=True)]
-            if all(run >= each.extent(pages) for run, each in zip(runs, others, strict=True)):
+            if all(run >= each.copied_extent(pages) for run, each in zip(runs, others, strict=True)):
                 boundary = pages
         return depth, boundary
 

@@ -62,6 +62,8 @@ class Saves:
         if self._plan.policy is not WritePolicy.BACK or self._queue:
             return
         for component in self._cache.components:
+            if component.is_rebuilt:
+                continue
             missing = max(1, component.pool.total // 8) - component.pool.free_pages
             if missing > 0:
                 self._save_oldest(component, missing)
@@ -95,7 +97,7 @@ class Saves:
         self._copies.touch(known)
         extents, items = [], deque[tuple[int, int, int]]()
         for component in self._cache.components:
-            held = component.tail(node, component.extent(len(hashes)))
+            held = component.tail(node, component.copied_extent(len(hashes)))
             first = len(hashes) - len(held)
             new = [
                 (component.index, index, page)

@@ -45,7 +45,7 @@ from router.wire.kv_events import Event
 class Scheduler:
     """Decides what one rank runs. Not thread-safe: one loop calls it.
 
-    Raises ``ValueError`` for a window pool in which not even one request can run.
+    Raises ``ValueError`` for pools in which not even one request can run.
     """
 
     def __init__(
@@ -60,13 +60,7 @@ class Scheduler:
         mover: Mover | None = None,
         draft_tokens: int = 0,
     ) -> None:
-        if layout.window is not None and layout.pages[layout.window.index] - 1 <= layout.window_pages():
-            raise ValueError(
-                f"a window pool of {layout.pages[layout.window.index]} pages (one is the null page) is too small: "
-                f"{layout.window_pages()} pages of window and the page in progress must fit"
-            )
-        if layout.state is not None and layout.pages[layout.state.index] < 3:
-            raise ValueError("a state pool has a slot to read and one to write at least, beside the null slot")
+        layout.require_room()
         if max_running < 1 or chunk_tokens < 1:
             raise ValueError("max_running and chunk_tokens are at least 1")
         self._events = EventRecorder(layout)
@@ -275,6 +269,8 @@ class Scheduler:
             samples=count == entry.remaining_tokens,
             draws=len(request.tokens) - len(request.prompt),
             room=room,
+            rebuilt_until=entry.rebuilt_until,
+            window_start=entry.window_start,
         )
 
     def _room(self, entry: Entry, count: int) -> int:

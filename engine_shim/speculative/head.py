@@ -122,7 +122,7 @@ class HeadDrafter:
         self._run(plan.tokens, before, plan.positions, GroupPlan(writes=writes, segments=()))
         pages, rows = [], []
         for chunk, first, end in zip(plan.chunks, firsts, ends, strict=True):
-            for number in range(chunk.start // self._page, -(-end // self._page)):
+            for number in range(max(chunk.start, chunk.rebuilt_until) // self._page, -(-end // self._page)):
                 pages.append(chunk.tables[self._group.index][number])
                 rows.append(first + min((number + 1) * self._page, end) - 1 - chunk.start)
         self.tails[0].index_copy_(0, self._ids(pages), normed[self._ids(rows)])

@@ -15,6 +15,7 @@ from zlib import crc32
 from engine_shim.types import (
     NULL_PAGE,
     Batch,
+    CacheGroup,
     CacheLayout,
     Chunk,
     FinishReason,
@@ -86,7 +87,7 @@ class KvMemory:
                 if group.kind is GroupKind.STATE:
                     self.slots[group.index, chunk.tables[group.index][1], 0] = (-1, -1)
                     continue
-                for position in range(chunk.start, chunk.start + chunk.count + chunk.room):
+                for position in self._own(chunk, group, chunk.count + chunk.room):
                     self.slots[self._slot(chunk, group.index, position)] = (-1, -1)
 
     def _drafts(self, chunk: Chunk) -> list[int]:
@@ -117,7 +118,7 @@ class KvMemory:
                 continue
             seen = {page for page in chunk.tables[group.index] if page != NULL_PAGE}
             assert len(seen) == sum(page != NULL_PAGE for page in chunk.tables[group.index])
-            for position in range(chunk.start, chunk.start + chunk.count + len(drafts)):
+            for position in self._own(chunk, group, chunk.count + len(drafts)):
                 slot = self._slot(chunk, group.index, position)
                 assert slot not in written, "two chunks write one slot"
                 written.add(slot)
@@ -130,7 +131,9 @@ class KvMemory:
         for group in self.layout.groups:
             if group.kind is GroupKind.STATE:
                 continue  # read before it was written
-            first = 0 if group.window_tokens is None else max(0, chunk.start - group.window_tokens + 1)
+            first = 0
+            if group.window_tokens is not None:
+                first = max(chunk.window_start, chunk.start - group.window_tokens + 1)
             for position in range(first, chunk.start + chunk.count + len(drafts)):
                 found = self.slots[self._slot(chunk, group.index, position)]
                 assert found == (position, prints[position]), f"group {group.index} position {position}"
@@ -148,6 +151,11 @@ class KvMemory:
         assert (group, target, 0) not in written, "two chunks write one state"
         written.add((group, target, 0))
         self.slots[group, target, 0] = (end, prints[end - 1])
+
+    def _own(self, chunk: Chunk, group: CacheGroup, count: int) -> range:
+        """The positions that are written."""
+        start = chunk.start if group.kind is GroupKind.WINDOW else max(chunk.start, chunk.rebuilt_until)
+        return range(start, chunk.start + count)
 
     def _slot(self, chunk: Chunk, group: int, position: int) -> tuple[int, int, int]:
         page = chunk.tables[group][position // self.layout.page_tokens]

@@ -30,7 +30,7 @@ from engine_shim.runner.shadow_mover import ShadowMover
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.transit import OffloadPlan
-from engine_shim.types import FinishReason, GroupKind
+from engine_shim.types import FinishReason, GroupKind, WindowTails
 from router.core.index import PrefixIndex
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import EventBatch, decode_batch, encode_batch
@@ -50,6 +50,9 @@ class OffloadMachine(SchedulerMachine):
         running=st.integers(1, 5),
         drafts=st.sampled_from([0, 3]),
         head=st.booleans(),
+        tails=st.sampled_from(WindowTails),
+        layers=st.integers(1, 3),
+        ring=st.integers(1, 6),
         seed=st.integers(0, 5),
         host=st.integers(3, 60),
         disk=st.none() | st.integers(3, 90),
@@ -67,7 +70,7 @@ class OffloadMachine(SchedulerMachine):
         **options: object,
     ) -> None:
         self.sizes, self.policy, self.piece, self.overlaps = (host, disk), policy, piece, overlaps
-        self.restarts = self.refound = 0
+        self.restarts = self.refound = self.rebuilt_chunks = 0
         super().start(**options)
 
     def build(self, *, before: KvMover | None = None, **options: object) -> None:
@@ -112,6 +115,7 @@ class OffloadMachine(SchedulerMachine):
         assert 1 <= self.batch.tokens <= self.chunk
         for chunk in self.batch.chunks:
             assert chunk.start == chunk.request.computed_tokens
+            self.rebuilt_chunks += chunk.start < chunk.rebuilt_until
 
     @precondition(lambda self: self.batch is not None)
     @rule()
@@ -194,7 +198,7 @@ OffloadMachine.TestCase.settings = settings(
 TestOffload = OffloadMachine.TestCase
 
 
-def walk(seed: int, *, steps: int = 500) -> OffloadMachine:
+def walk(seed: int, *, steps: int = 500, tails: WindowTails = WindowTails.STORED) -> OffloadMachine:
     """Few heads that come again and again, through pools much smaller than all of them."""
     rng = random.Random(seed)
     machine = OffloadMachine()
@@ -209,6 +213,9 @@ def walk(seed: int, *, steps: int = 500) -> OffloadMachine:
         running=rng.randint(1, 4),
         drafts=rng.choice([0, 3]),
         head=rng.random() < 0.5,
+        tails=tails,
+        layers=1 + seed % 2,
+        ring=rng.randint(1, 6),
         seed=seed,
         host=rng.choice([30, 60, 90]),
         disk=rng.choice([None, 120, 200]),
@@ -251,6 +258,18 @@ def test_long_random_walks(seed: int) -> None:
     assert machine.offload.counters.saved_pages > 0
     assert sum(machine.scheduler.stats().evicted_pages) > 0
     assert machine.refound > 0 or machine.sizes[1] is None
+
+
+@pytest.mark.parametrize("tails", [WindowTails.REBUILT, WindowTails.RING])
+@pytest.mark.parametrize("seed", [2, 8, 10])
+def test_long_random_walks_that_rebuild(seed: int, tails: WindowTails) -> None:
+    """The same where windows are not copied, or not even shared; prefixes are loaded and their windows rebuilt."""
+    machine = walk(seed, tails=tails)
+    assert machine.layout.window_tails is tails
+    assert machine.rebuilt_chunks > 20
+    assert machine.offload.counters.loaded_pages > 0
+    if tails is WindowTails.RING:
+        assert machine.memory.window_pages_reused > 80
 
 
 # --- bugs in the engine --------------------------------------------------------------------------------

@@ -18,12 +18,25 @@ from kv_memory import EOS, expected_output
 from engine_shim.cache.component import Component, StateComponent, WindowComponent
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
-from engine_shim.cache.pool import PagePool
+from engine_shim.cache.pool import PageError, PagePool
 from engine_shim.cache.radix import RadixCache
+from engine_shim.cache.ring import Rings
 from engine_shim.runner.shadow import ShadowError, ShadowRunner
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, FinishReason, GroupKind, Request, Sampled, Sampling
+from engine_shim.schedule.windows import RingWindows, Windows
+from engine_shim.types import (
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    Chunk,
+    FinishReason,
+    GroupKind,
+    Request,
+    Sampled,
+    Sampling,
+    WindowTails,
+)
 from router.wire.kv_events import BlockRemoved, BlockStored
 
 PAGE, WINDOW = 4, 10
@@ -36,6 +49,9 @@ LAYOUT = CacheLayout(
     ),
     (90, 50, 14),
     checkpoint_tokens=16,
+)
+RINGS = CacheLayout(
+    PAGE, LAYOUT.groups[:2], LAYOUT.pages[:2], checkpoint_tokens=16, window_tails=WindowTails.RING, ring_pages=7
 )
 Perturb = Callable[[Batch], Batch]
 
@@ -52,11 +68,13 @@ class Oracle:
         return sampled
 
 
-def drive(seed: int, *, perturb: Perturb = lambda batch: batch, steps: int = 150) -> ShadowRunner:
+def drive(
+    seed: int, *, perturb: Perturb = lambda batch: batch, steps: int = 150, layout: CacheLayout = LAYOUT
+) -> ShadowRunner:
     """Conversations that grow, fork and are aborted, watched at every step."""
     rng = random.Random(seed)
-    scheduler = Scheduler(LAYOUT, max_running=4, chunk_tokens=24, max_context_tokens=150, eos_token_ids={EOS})
-    runner = ShadowRunner(Oracle(), LAYOUT, generations=scheduler.generations)
+    scheduler = Scheduler(layout, max_running=4, chunk_tokens=24, max_context_tokens=150, eos_token_ids={EOS})
+    runner = ShadowRunner(Oracle(), layout, generations=scheduler.generations)
     histories = [tuple(rng.randrange(11) for _ in range(40)) for _ in range(2)]
     resident: dict[int, set[int | bytes]] = {0: set(), 1: set(), 2: set()}
     names = 0
@@ -86,14 +104,17 @@ def drive(seed: int, *, perturb: Perturb = lambda batch: batch, steps: int = 150
             told[event.group].update(event.hashes)
         assert resident == told, "the events do not add up to what is resident"
     evicted = scheduler.stats().evicted_pages
+    if layout is RINGS:  # whose windows are never evicted, but written over
+        evicted = (evicted[0], sum(scheduler.generations[1]))
     assert min(evicted) > 10, f"nothing was used again: {evicted}"
     return runner
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, RINGS], ids=["shared", "rings"])
 @pytest.mark.parametrize("seed", range(3))
-def test_clean_code_passes(seed: int) -> None:
+def test_clean_code_passes(seed: int, layout: CacheLayout) -> None:
     """No false alarm in 150 steps, of which every chunk is checked."""
-    assert drive(seed).checked_chunks > 300
+    assert drive(seed, layout=layout).checked_chunks > 300
 
 
 def test_a_sample_looks_at_one_chunk_in_turn() -> None:
@@ -114,14 +135,14 @@ def test_a_sample_looks_at_one_chunk_in_turn() -> None:
 
 def early_window_release(patch: pytest.MonkeyPatch) -> None:
     """Window pages go one page too soon."""
-    slide = Memory._slide
+    slide = Windows.slide
 
-    def bad(self: Memory, entry: Any, *, at_prompt_end: bool) -> None:
-        self._window_pages -= 1
+    def bad(self: Windows, entry: Any, *, at_prompt_end: bool) -> None:
+        self.reach_pages -= 1
         slide(self, entry, at_prompt_end=at_prompt_end)
-        self._window_pages += 1
+        self.reach_pages += 1
 
-    patch.setattr(Memory, "_slide", bad)
+    patch.setattr(Windows, "slide", bad)
 
 
 def match_without_window(patch: pytest.MonkeyPatch) -> None:
@@ -262,6 +283,77 @@ def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], mon
     assert "nothing was used again" not in str(alarm.value)
 
 
+# --- bugs in rings ------------------------------------------------------------------------------------
+
+
+def ring_slots_unguarded(patch: pytest.MonkeyPatch) -> None:
+    """A slot is known by its number only and written over while it is read, as requests are let run too far."""
+    claim = Rings.claim
+    patch.setattr(Rings, "claim", lambda self, owner, number, *, keep_from: claim(self, owner, number, keep_from=10**9))
+    patch.setattr(RingWindows, "end", lambda self, entry, pages: entry.window_from + self.rings.pages + 3)
+
+
+def ring_run_too_far(patch: pytest.MonkeyPatch) -> None:
+    """Requests are let run too far for their rings."""
+    patch.setattr(RingWindows, "end", lambda self, entry, pages: entry.window_from + self.rings.pages + 3)
+
+
+def ring_let_go_too_soon(patch: pytest.MonkeyPatch) -> None:
+    """A slot is free for the next lap one page before the window has passed it."""
+    slide = RingWindows.slide
+
+    def bad(self: RingWindows, entry: Any, *, at_prompt_end: bool) -> None:
+        self.reach_pages -= 1
+        slide(self, entry, at_prompt_end=at_prompt_end)
+        self.reach_pages += 1
+
+    patch.setattr(RingWindows, "slide", bad)
+
+
+def ring_without_generations(patch: pytest.MonkeyPatch) -> None:
+    """A page that is written over looks as it did before."""
+    patch.setattr(PagePool, "turn", lambda self, page: None)
+
+
+def ring_handed_on(patch: pytest.MonkeyPatch) -> None:
+    """The next request gets a ring as the one before has left it, slots and all."""
+    left: list[Any] = []
+    open_ring = Rings.open
+
+    def close(self: Rings, owner: str) -> None:
+        left.extend([self._rings.pop(owner)] if owner in self._rings else [])
+
+    def reopen(self: Rings, owner: str) -> None:
+        if left:
+            self._rings[owner] = left.pop()
+        else:
+            open_ring(self, owner)
+
+    patch.setattr(Rings, "close", close)
+    patch.setattr(Rings, "open", reopen)
+
+
+RING_BUGS = [
+    ring_slots_unguarded,
+    ring_run_too_far,
+    ring_let_go_too_soon,
+    ring_without_generations,
+    ring_handed_on,
+    abort_frees_at_once,
+    freed_while_read,
+    handed_out_twice,
+]
+
+
+@pytest.mark.parametrize("plant", RING_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_in_rings_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three runs ends with an alarm."""
+    plant(monkeypatch)
+    with pytest.raises((IntegrityError, AssertionError, KeyError, ValueError, PageError)) as alarm:
+        collections.deque(drive(seed, layout=RINGS) for seed in range(3))
+    assert "nothing was used again" not in str(alarm.value)
+
+
 # --- a step that reads or writes elsewhere ---------------------------------------------------------------
 
 
@@ -301,7 +393,7 @@ def a_state_from_nowhere(chunk: Chunk) -> Chunk | None:
 
 
 def prefix_written_over(chunk: Chunk) -> Chunk | None:
-    """The page in progress is the first page of the context: written during the step, so only a look after it tells."""
+    """The page in progress is the first page of the context."""
     table = list(chunk.tables[0])
     if chunk.start < PAGE or chunk.start % PAGE:
         return None
@@ -314,5 +406,5 @@ def prefix_written_over(chunk: Chunk) -> Chunk | None:
 )
 def test_a_step_with_a_wrong_table_is_stopped(change: Callable[[Chunk], Chunk | None]) -> None:
     """The shadow names the request and the position of the first wrong slot."""
-    with pytest.raises(ShadowError, match=r"request '\d+' reads a wrong (position|token|generation|previous token)"):
+    with pytest.raises(ShadowError, match=r"request '\d+' (reads a wrong|writes position \d+ of group 0 over)"):
         drive(0, perturb=lambda batch: _changed(batch, change))

@@ -12,7 +12,17 @@ from kv_memory import EOS, KvMemory, expected_output
 
 from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.schedule.scheduler import Scheduler
-from engine_shim.types import Batch, CacheGroup, CacheLayout, FinishReason, GroupKind, Output, Request, Sampling
+from engine_shim.types import (
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    FinishReason,
+    GroupKind,
+    Output,
+    Request,
+    Sampling,
+    WindowTails,
+)
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
 
 Resident = dict[tuple[str, int], set[int | bytes]]
@@ -50,6 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 5),
         drafts=st.sampled_from([0, 1, 3, 6]),
         head=st.booleans(),
+        tails=st.sampled_from(WindowTails),
+        layers=st.integers(1, 3),
+        ring=st.integers(1, 6),
         seed=st.integers(0, 5),
     )
     def start(
@@ -64,12 +77,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         running: int,
         drafts: int,
         head: bool,
+        tails: WindowTails,
+        layers: int,
+        ring: int,
         seed: int,
     ) -> None:
         groups = [CacheGroup(0, GroupKind.FULL, (1,))]
         pages = [full_pages]
         if window is not None:
-            groups.append(CacheGroup(1, GroupKind.WINDOW, (0,), window))
+            groups.append(CacheGroup(1, GroupKind.WINDOW, tuple(range(10, 10 + layers)), window))
             pages.append(-(-(window - 1) // page) + spare_window_pages)
         if state_slots is not None:
             groups.append(CacheGroup(len(groups), GroupKind.STATE, (2,)))
@@ -77,7 +93,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if head:
             groups.append(CacheGroup(len(groups), GroupKind.DRAFT, (3,)))
             pages.append(full_pages)
-        self.layout = CacheLayout(page, tuple(groups), tuple(pages), checkpoint_tokens=checkpoint_pages * page)
+        if state_slots is not None or window is None:
+            tails = WindowTails.STORED  # nothing else can be
+        self.layout = CacheLayout(
+            page,
+            tuple(groups),
+            tuple(pages),
+            checkpoint_tokens=checkpoint_pages * page,
+            window_tails=tails,
+            ring_pages=min(-(-((window or 1) - 1) // page) + ring, pages[1] - 1) if window else 0,
+        )
         self.chunk = chunk
         self.memory = KvMemory(self.layout, seed=seed)
         self.build(max_running=running, draft_tokens=drafts)
