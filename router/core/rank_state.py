@@ -85,7 +85,7 @@ class RankState:
 
     ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
     whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
-    by units smaller than a block.
+    by units smaller than a block. ``reported`` are the blocks that a sparse group told of last as found, not stored.
     """
 
     bit: int
@@ -104,6 +104,7 @@ class RankState:
     keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
+    reported: tuple[EngineHash, ...] = ()
     _parent_of: dict[EngineHash, EngineHash] = field(default_factory=dict)  # what the blocks of orphans wait for
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------

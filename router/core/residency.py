@@ -101,6 +101,21 @@ class Residency(Blocks):
             parent, keys = self._claim(rank, slot, event, parent, keys)
         if not self._make_room(parent, len(keys)):
             return
+        hashes = event.hashes
+        if again := self._told_again(rank, slot, event, keys):
+            known = rank.chains.places(rank.chains.path(keys, limit=again), again)
+            self._name_taken(rank, slot, known)
+            rank.names.learn(hashes[:again], known)
+            self.provisional.confirm(slot, DENSE, keys[:again])
+            parent, keys, hashes = known[-1], keys[again:], hashes[again:]
+        if keys:
+            self._enter(rank, slot, parent, keys, hashes)
+        if rank.unnamed or rank.orphans:
+            self._end_waits(rank, slot, event.hashes)
+
+    def _enter(
+        self, rank: RankState, slot: int, parent: int | None, keys: Sequence[int], hashes: Sequence[EngineHash]
+    ) -> None:
         before = None if parent is None else self._runs.key(parent)
         places: Iterable[int]
         new, places = rank.chains.extend(slot, parent, keys)
@@ -109,12 +124,23 @@ class Residency(Blocks):
         if rank.adopted.is_used:
             places = list(places)
             self._name_taken(rank, slot, places)
-        rank.names.learn(event.hashes, places, keeps_others=bool(self.namespaces))
+        rank.names.learn(hashes, places, keeps_others=bool(self.namespaces))
         if rank.pool is not None:
             rank.pool.stored(before, keys, new=new)
         self.provisional.confirm(slot, DENSE, keys)
-        if rank.unnamed or rank.orphans:
-            self._end_waits(rank, slot, event.hashes)
+
+    def _told_again(self, rank: RankState, slot: int, event: BlockStored, keys: Sequence[int]) -> int:
+        """How many of an event's first blocks were found, not stored (vLLM's ``kv_cache_report_mode: full``).
+
+        Dense groups alone resume behind whatever they hold, so nothing of that is ever stored from the start on. With
+        sparse groups it may be; the report of one, which is told first, names far more than such a group keeps.
+        """
+        if event.parent is not None or event.kind is None or len(keys) < 2:
+            return 0
+        if rank.rules and event.hashes != rank.reported:
+            return 0
+        path = rank.chains.path(keys, limit=len(keys))
+        return rank.chains.depths(path)[slot] if rank.chains.holds_at(path, slot, 0) else 0
 
     def _claim(
         self, rank: RankState, slot: int, event: BlockStored, parent: int | None, keys: Sequence[int]
@@ -129,6 +155,9 @@ class Residency(Blocks):
 
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         table = self._sparse[event.group]
+        if self._is_report(rank, event):
+            rank.reported = event.hashes
+            return
         self._note_keeping(rank, event)
         for name in event.hashes:
             key = self._key(rank, name)
@@ -137,6 +166,12 @@ class Residency(Blocks):
                 self.provisional.confirm(slot, event.group, (key,))
             else:
                 rank.wait_for_name(name, event.group)
+
+    def _is_report(self, rank: RankState, event: BlockStored) -> bool:
+        """Whether a group tells of more than it keeps, which lies before a prompt's end and before where it forked."""
+        if event.parent is not None or not event.is_dense or rank.keeps_all.get(event.group, True):
+            return False
+        return len(event.hashes) > 2 * max(1, rank.rules[event.group].needed)
 
     def _note_keeping(self, rank: RankState, event: BlockStored) -> None:
         """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""

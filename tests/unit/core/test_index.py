@@ -266,6 +266,41 @@ def test_a_late_window_that_another_rank_has_named_is_dropped_where_it_goes(inde
     assert reusable(index) == {1: 2}
 
 
+def test_blocks_that_are_told_of_again_are_no_second_copies(index: PrefixIndex) -> None:
+    """``kv_cache_report_mode: full``: what a prompt found is named once more; two blocks of the last event are new."""
+    told = replace(stored(0, 3), kind="full_attention")
+    index.apply(0, told)
+    index.apply(0, told)
+    index.apply(0, replace(stored(0, 5), kind="full_attention"))
+    assert reusable(index) == {0: 12}
+
+    index.apply(0, BlockRemoved(hashes=(5, 4, 3, 2, 1, 0)))
+    assert reusable(index) == {}
+    assert index.blocks(0) == 0
+
+
+def test_a_window_that_tells_of_all_blocks_tells_what_was_found(index: PrefixIndex) -> None:
+    """It keeps one block before a prompt's end; a report names them all, those it has long let go of too."""
+    window = replace(stored(0, 5), kind="sliding_window", window_tokens=3, group=1)
+    dense = replace(stored(0, 5), kind="full_attention")
+    for event in (replace(window, hashes=()), dense, replace(window, hashes=(5,))):
+        index.apply(0, event)
+    for event in (window, dense):
+        index.apply(0, event)
+    assert reusable(index) == {0: 12}
+    assert index.residency(0)[1] == {block_keys(TOKENS, block_tokens=2, parent=namespace_seed("", ""))[-1]}
+
+    index.apply(0, BlockRemoved(hashes=(5,)))
+    assert reusable(index) == {}
+
+
+def test_an_event_without_blocks_says_nothing(index: PrefixIndex) -> None:
+    """Behind a block that others stand behind, too."""
+    index.apply(0, stored(0, 5))
+    index.apply(0, BlockStored(hashes=(), parent=2, token_ids=(), block_tokens=2))
+    assert reusable(index) == {0: 12}
+
+
 def test_a_copy_that_leaves_one_tier_stays_in_the_other(index: PrefixIndex) -> None:
     """On disk there are six blocks; host memory, whose copies nobody has heard of, gives two of them up."""
     index.apply(0, stored(0, 5))

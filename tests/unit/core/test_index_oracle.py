@@ -32,9 +32,11 @@ def name_of(salt: str, prefix: Prompt) -> int:
 class IndexMachine(RuleBasedStateMachine):
     """Random stores, twins, removals, holes, clears and late parents on three ranks, two of them with a window."""
 
-    @initialize(window=st.sampled_from([2, 3, 4, 5, 7]))
-    def start(self, window: int) -> None:
+    @initialize(window=st.sampled_from([2, 3, 4, 5, 7]), is_thinned=st.booleans())
+    def start(self, window: int, is_thinned: bool) -> None:
+        """A window group keeps all its blocks, or no more than lie before two places of a prompt."""
         self.window = window
+        self.most_kept = 2 * -(-(window - 1) // BLOCK) if is_thinned else None
         self.windowed = {0: True, 1: True, 2: False}
         self.index = PrefixIndex(block_tokens=BLOCK)
         self.held: dict[int, Counter[tuple[int, str, Prompt]]] = {slot: Counter() for slot in self.windowed}
@@ -76,9 +78,27 @@ class IndexMachine(RuleBasedStateMachine):
         if start == blocks:
             return
         if self.windowed[slot]:
-            kept = data.draw(st.lists(st.integers(0, blocks - 1), unique=True), label="window keeps")
+            kept = list(range(blocks))
+            if self.most_kept is not None:
+                places = st.lists(st.integers(0, blocks - 1), unique=True, max_size=self.most_kept)
+                kept = data.draw(places, label="window keeps")
             self.store(slot, salt, prompt, start=start, group=WINDOW_GROUP, kept=kept)
         self.store(slot, salt, prompt, start=start, group=DENSE_GROUP)
+
+    @rule(slot=st.sampled_from([0, 1]), salt=SALTS, prompt=PROMPTS)
+    def tell_what_was_found(self, slot: int, salt: str, prompt: Prompt) -> None:
+        """vLLM's full report: each group names all blocks that a prompt is resumed behind, held or not."""
+        found = self.usable(slot, salt, (*prompt, 5)) // BLOCK
+        if (
+            self.most_kept is None
+            or found <= max(1, self.most_kept)
+            or self.index._ranks[slot].keeps_all.get(WINDOW_GROUP, True)
+        ):
+            return
+        before = Counter(self.held[slot])
+        for group in (WINDOW_GROUP, DENSE_GROUP):
+            self.store(slot, salt, prompt[: found * BLOCK], start=0, group=group)
+        self.held[slot] = before
 
     @rule(slot=st.sampled_from([0, 1, 2]), data=st.data())
     def remove_any(self, slot: int, data: st.DataObject) -> None:
