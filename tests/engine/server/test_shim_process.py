@@ -86,6 +86,32 @@ def test_what_cannot_start_says_why(wrong: dict[str, object], words: str) -> Non
         build(ShimSettings.model_validate({"runner": "sim", **ports, **wrong}))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"attention": "triton"}, "attention: on the CPU Triton only has its interpreter"),
+        ({"graph_decodes": 8}, "graph_decodes: only Triton's kernels can be captured"),
+        ({"graph_decodes": 8, "attention": "torch"}, "graph_decodes: only Triton's kernels can be captured"),
+    ],
+)
+def test_kernels_that_cannot_run_here(wrong: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU kernels are refused, and so are graphs of what is none."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(StartError, match=re.escape(words)):
+        build(ShimSettings.model_validate({"port": 0, "kv_events_port": 0, "replay_port": 0, **wrong}))
+
+
+def test_kernels_answer_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shim whose kernels attend, decoding over fixed inputs, answers as any other."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with running_shim("--attention", "triton", "--graph-decodes", "2") as shim:
+        body = {"model": "needle", "prompt": "key-0017 val-0093, now what follows key-0017", "max_tokens": 2}
+        answer = httpx.post(f"{shim.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"].strip() == "val-0093"
+
+
 @pytest.mark.parametrize("option", ["--port", "--kv-events-port", "--replay-port"])
 def test_a_taken_port_is_named(option: str) -> None:
     """A port in use is told by its number, and the shim exits with 1."""
