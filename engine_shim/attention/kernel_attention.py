@@ -80,7 +80,7 @@ def attend_pages(
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
     tiles = tiles or _tiles(head_dim, repeats)
-    pages = tables.groups[group].pages
+    table = tables.groups[group]
     out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
     sizes: dict[str, Any] = {
         "REPEATS": repeats,
@@ -89,8 +89,8 @@ def attend_pages(
         "PAGE_TOKENS": page_tokens,
         "KEYS": tiles.keys,
     }
-    scalars = (query.stride(0), pages.stride(0), keys.stride(1), scale, window_tokens or _NO_WINDOW)
-    held = (query, keys, values, pages, tables.query_starts, tables.lengths)
+    scalars = (query.stride(0), table.pages.stride(0), keys.stride(1), scale, window_tokens or _NO_WINDOW)
+    held = (query, keys, values, table.pages, table.starts, tables.query_starts, tables.lengths)
     if extends := tables.extends.shape[0]:
         blocks = triton.cdiv(tables.longest, tiles.rows // repeats)
         extend_kernel[blocks, extends, kv_heads](out, *held, tables.extends, *scalars, ROWS=tiles.rows, **sizes)

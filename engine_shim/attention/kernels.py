@@ -75,6 +75,7 @@ def extend_kernel(
     keys,
     values,
     pages,
+    starts,
     query_starts,
     lengths,
     extends,
@@ -109,7 +110,7 @@ def extend_kernel(
         inner = ((head * REPEATS + rows % REPEATS) * HEAD_DIM)[:, None] + dims[None, :]
         loaded = tl.load(query + (row * query_stride)[:, None] + inner, mask=present, other=0.0)
         before = length - count
-        low = tl.maximum(before + first - window + 1, 0)
+        low = tl.maximum(before + first - window + 1, tl.load(starts + sequence))
         high = before + tl.minimum(first + QUERIES, count)
         _, total, mixed = _softmax_over(
             loaded,
@@ -143,6 +144,7 @@ def decode_kernel(
     keys,
     values,
     pages,
+    starts,
     query_starts,
     lengths,
     decodes,
@@ -170,7 +172,7 @@ def decode_kernel(
     sequence = tl.load(decodes + number)
     row = tl.load(query_starts + sequence).to(tl.int64)
     length = tl.load(lengths + sequence)
-    low = tl.maximum(length - window, 0)
+    low = tl.maximum(length - window, tl.load(starts + sequence))
     share = tl.cdiv(tl.cdiv(length - low, SPLITS), KEYS) * KEYS
     start = low + split * share
     rows = tl.arange(0, ROWS)

@@ -17,11 +17,13 @@ from engine_shim.types import CacheGroup, CacheLayout, Chunk, GroupKind
 class GroupTable:
     """One group's part: slots to write, int64 ``[tokens]``, and page tables, int32 ``[sequences, width]``.
 
-    A row is read as far as its sequence's length, of a window group from the window's first page.
+    ``starts`` ``[sequences]``: no query looks back further than that position. A row is read from there, or from the
+    first query's window on, as far as its sequence's length.
     """
 
     writes: Tensor
     pages: Tensor
+    starts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ def page_tables(chunks: Sequence[Chunk], layout: CacheLayout, *, device: torch.d
             GroupTable(
                 writes=group_writes(chunks, group, page_tokens=layout.page_tokens, device=device),
                 pages=_pages(chunks, group, page_tokens=layout.page_tokens).to(device, non_blocking=True),
+                starts=place([0 if group.window_tokens is None else chunk.window_start for chunk in chunks]),
             )
             for group in attention_groups(layout)
         ),

@@ -53,7 +53,11 @@ class DecodeInputs:
             extends=torch.empty(0, dtype=torch.int32, device=device),
             longest=1,
             groups=tuple(
-                GroupTable(writes=ids(), pages=torch.zeros(size, width, dtype=torch.int32, device=device))
+                GroupTable(
+                    writes=ids(),
+                    pages=torch.zeros(size, width, dtype=torch.int32, device=device),
+                    starts=torch.zeros(size, dtype=torch.int32, device=device),
+                )
                 for _ in attention_groups(layout)
             ),
         )
@@ -74,6 +78,7 @@ class DecodeInputs:
         self._put(self.tables.lengths, tables.lengths)
         for mine, theirs in zip(self.tables.groups, tables.groups, strict=True):
             self._put(mine.writes, theirs.writes)
+            self._put(mine.starts, theirs.starts)
             # What stands behind a length is not read.
             rows, width = theirs.pages.shape
             mine.pages[:rows, :width].copy_(theirs.pages, non_blocking=True)

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from engine_shim.attention import kernels
 from engine_shim.attention.kernel_attention import _tiles
 
-INTEGERS = {"pages", "query_starts", "lengths", "extends", "decodes"}
+INTEGERS = {"pages", "starts", "query_starts", "lengths", "extends", "decodes"}
 FLOATS = {"peaks", "totals", "mixes"}
 POINTERS = {"out", "query", "keys", "values"}
 

@@ -71,9 +71,17 @@ class Case:
 
 
 def make_case(
-    lengths: list[tuple[int, int]], shape: Shape = Shape(), *, seed: int = 0, dtype: torch.dtype = torch.float32
+    lengths: list[tuple[int, int]],
+    shape: Shape = Shape(),
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    window_start: int = 0,
 ) -> Case:
-    """``lengths``: of each sequence the tokens in the cache and those of the batch. Pages lie anywhere."""
+    """``lengths``: of each sequence the tokens in the cache and those of the batch. Pages lie anywhere.
+
+    The layer with a window has nothing that lies before ``window_start``.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     page = shape.page_tokens
@@ -93,16 +101,16 @@ def make_case(
     chunks = []
     for number, (start, count) in enumerate(lengths):
         tables = tuple([pool.pop() for _ in range(-(-(start + count) // page))] for pool in free)
-        passed = max(0, start - shape.window_tokens + 1) // page
+        passed = max(window_start, start - shape.window_tokens + 1) // page
         tables[1][:passed] = [0] * passed
         for group, table in enumerate(tables):
             for pool in (pools.keys[group], pools.values[group]):
                 past = torch.randn(start, shape.kv_heads, shape.head_dim, generator=generator)
-                for position in range(start):
+                for position in range(window_start if group else 0, start):
                     if table[position // page]:
                         pool[0, table[position // page], position % page] = past[position].to(dtype)
         request = Request(id=str(number), prompt=(0,) * (start + count), sampling=Sampling(max_tokens=1))
-        chunks.append(Chunk(request, start, count, tables, samples=True, draws=0))
+        chunks.append(Chunk(request, start, count, tables, samples=True, draws=0, window_start=window_start))
     tokens = sum(count for _, count in lengths)
     query = torch.randn(tokens, shape.kv_heads * shape.repeats, shape.head_dim, generator=generator).to(dtype)
     key, value = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, generator=generator).to(dtype)
@@ -162,6 +170,11 @@ def test_window_edge(window: int) -> None:
         assert not torch.allclose(wrong.double(), case.reference()[1], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_windows_that_begin_late() -> None:
+    """Where a window is computed anew, nothing before it is read, though the window reaches further."""
+    assert_equal(make_case([(40, 1), (35, 9), (33, 2)], Shape(window_tokens=20), window_start=33))
+
+
 def test_half_precision() -> None:
     """float16 in, sums in float32, float16 out; the tiles are those of service. (bfloat16 the interpreter cannot.)"""
     assert_equal(make_case([(100, 1), (90, 30)], Shape(head_dim=64), dtype=torch.float16), None, tolerance=4e-3)
@@ -191,7 +204,11 @@ def test_places_that_nobody_fills() -> None:
         extends=torch.empty(0, dtype=torch.int32),
         longest=1,
         groups=(
-            GroupTable(writes=torch.zeros(2, dtype=torch.int64), pages=torch.full((2, 5), 10**9, dtype=torch.int32)),
+            GroupTable(
+                writes=torch.zeros(2, dtype=torch.int64),
+                pages=torch.full((2, 5), 10**9, dtype=torch.int32),
+                starts=torch.zeros(2, dtype=torch.int32),
+            ),
         ),
     )
     out = attend_pages(torch.randn(2, 4, 8), pool, pool, tables=tables, group=0, window_tokens=None, scale=1.0)
@@ -226,7 +243,13 @@ def attend_far(pool: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
         decodes=torch.tensor([i for i, count in enumerate(counts) if count == 1], dtype=torch.int32),
         extends=torch.tensor([i for i, count in enumerate(counts) if count > 1], dtype=torch.int32),
         longest=max(counts),
-        groups=(GroupTable(writes=torch.empty(0), pages=torch.tensor(held, dtype=torch.int32)),),
+        groups=(
+            GroupTable(
+                writes=torch.empty(0),
+                pages=torch.tensor(held, dtype=torch.int32),
+                starts=torch.zeros(2, dtype=torch.int32),
+            ),
+        ),
     )
     actual = kernel_attention.attend_pages(query, pool, pool, tables=tables, group=0, window_tokens=None, scale=1.0)
     rows = []
