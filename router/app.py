@@ -167,6 +167,7 @@ class Router:
                 promised=fleet.promised_tokens,
             ),
         )
+        fleet.on_unreachable = self._registry.doubt
         for spec in settings.workers:
             self._registry.add(spec)
         brain.count_workers(lambda: _census(self._registry))

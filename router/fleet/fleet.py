@@ -74,6 +74,8 @@ class Fleet:
         self.clock = clock
         self._settings = settings
         self._metrics = metrics
+        #: Told the name of a worker that a request could not be sent to.
+        self.on_unreachable: Callable[[str], None] = lambda _worker: None
         self._members: dict[int, Member] = {}
         self._slots: dict[RankId, int] = {}
         self._geometries: dict[str, Geometry] = {}
@@ -157,6 +159,11 @@ class Fleet:
     def knows(self, member: Member) -> bool:
         """Whether the rank is still there: its slot may be another's by now."""
         return self._members.get(member.slot) is member
+
+    def beside(self, member: Member) -> frozenset[int]:
+        """Slots of the ranks that are reached at the same address."""
+        place = member.target[:2]
+        return frozenset(slot for slot, other in self._members.items() if other.target[:2] == place)
 
     def members(self) -> Sequence[Member]:
         """All known ranks, by slot."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from enum import StrEnum
+from typing import Final
 
 import httpx
+
+#: A worker that requests cannot be sent to is probed at most this often.
+_DOUBT_SECONDS: Final = 0.2
 
 
 class Probe(StrEnum):
@@ -35,6 +41,14 @@ async def probe(client: httpx.AsyncClient, url: str, *, timeout_seconds: float) 
     except httpx.HTTPError:
         return Probe.REFUSED
     return Probe.ALIVE if response.is_success else Probe.UNWELL
+
+
+async def until_due(doubted: asyncio.Event, *, interval_seconds: float) -> None:
+    """Wait for the next probe's time: soon, once the worker is doubted."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(doubted.wait(), interval_seconds)
+        await asyncio.sleep(min(_DOUBT_SECONDS, interval_seconds))
+    doubted.clear()
 
 
 def judge(seen: Probe, *, failed_before: int, failures_allowed: int, has_progress: bool) -> tuple[int, Verdict]:

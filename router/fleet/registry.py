@@ -21,7 +21,7 @@ from router.errors import Conflict, HomingError, NotFound, WorkerError
 from router.fleet.doubles import Place, is_same_process, places
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
 from router.fleet.parity import Checker, Encode, Parity, Promised, Standing
-from router.fleet.probes import SENTENCES, Verdict, judge, probe
+from router.fleet.probes import SENTENCES, Verdict, judge, probe, until_due
 from router.fleet.target import ModelCard, Target
 from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
 from router.settings import ProbeSettings, WorkerSpec
@@ -67,6 +67,7 @@ class Worker:
     slots: tuple[int, ...] = ()
     is_draining: bool = False
     failed_probes: int = 0
+    doubted: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[EventStream] = field(default_factory=list)
     parity: Mapping[int, Parity] = field(default_factory=dict)
 
@@ -298,7 +299,7 @@ class Registry:
         """Probe until the worker turns out to be laid out in another way than its ranks are."""
         assert worker.info is not None
         while True:
-            await asyncio.sleep(self._settings.interval_seconds)
+            await until_due(worker.doubted, interval_seconds=self._settings.interval_seconds)
             seen = await probe(self._client, worker.info.url, timeout_seconds=self._settings.timeout_seconds)
             failed_before = worker.failed_probes
             worker.failed_probes, verdict = judge(
@@ -311,6 +312,11 @@ class Registry:
                 self._show(worker, RankStatus.DOWN, f"{worker.name} {SENTENCES[seen]}")
             elif verdict is Verdict.UP and failed_before and not await self._is_back(worker):
                 return
+
+    def doubt(self, name: str) -> None:
+        """Look after a worker at once: a request could not be sent to it."""
+        if (worker := self._workers.get(name)) is not None:
+            worker.doubted.set()
 
     async def _is_back(self, worker: Worker) -> bool:
         """A worker that failed a probe answers again: the same, a new process, or laid out in another way (False)?"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.errors import RequestError, UpstreamFailed, UpstreamTimeout
+from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
 from router.proxy.types import Outcome
 from router.proxy.upstream import AnswerHead, Failure
 
@@ -42,12 +42,14 @@ def outcome_of(status: int) -> Outcome:
     """How an attempt ended that was answered with ``status``."""
     if status < 400:
         return Outcome.OK
-    if status in (429, 503):
+    if status in (408, 429, 503):
         return Outcome.PUSHBACK
     return Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
 
 
 def error_of(failure: Failure) -> RequestError:
     """What the client is told when no attempt brought an answer."""
+    if failure.outcome is Outcome.NO_SOCKET:
+        return NoWorker("The router cannot open another connection now.", code="no_socket")
     kind = UpstreamTimeout if failure.outcome is Outcome.TIMEOUT else UpstreamFailed
     return kind(f"No worker answered; last cause: {failure.cause}.")

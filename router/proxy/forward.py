@@ -57,6 +57,7 @@ class Forwarding:
         "_connection",
         "_exchange",
         "_excluded",
+        "_failures",
         "_forwarder",
         "_is_kept",
         "_is_open_ended",
@@ -87,6 +88,8 @@ class Forwarding:
         # What has been tried:
         self._excluded: frozenset[int] = frozenset()
         self._last: Refusal | Failure | None = None
+        #: A rank that is full has not failed.
+        self._failures = 0
 
     def begin(self) -> None:
         """Send it."""
@@ -102,7 +105,7 @@ class Forwarding:
     def _next(self) -> None:
         """Try the best rank that has not failed, or give up."""
         forwarder, exchange = self._forwarder, self._exchange
-        if self._number == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
+        if self._failures == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
             return self._give_up()
         try:
             attempt = self._choose()
@@ -169,11 +172,24 @@ class Forwarding:
         return None
 
     def _fail(self, failure: Failure) -> None:
-        """The attempt brought nothing: another rank, if there is one."""
+        """The attempt brought nothing: another rank, if there is one, and another worker if this one is not reached."""
+        if self._connection is None and self._attempt is not None:
+            self._excluded |= self._attempt.lease.beside()
         self._log_failure(failure.outcome, failure.cause)
-        self._last = failure
+        self._remember(failure, failure.outcome)
         self._close_attempt(failure.outcome)
-        self._next()
+        if failure.outcome is Outcome.NO_SOCKET:
+            return self._give_up()  # the next rank could not be asked either
+        return self._next()
+
+    def _remember(self, last: Refusal | Failure, outcome: Outcome) -> None:
+        """Keep what the client will be told if no rank does better: before all what a full rank says."""
+        self._failures += outcome is not Outcome.PUSHBACK
+        kept = self._last
+        if outcome is Outcome.PUSHBACK or not (
+            isinstance(kept, Refusal) and outcome_of(kept.head.status) is Outcome.PUSHBACK
+        ):
+            self._last = last
 
     def _close_attempt(self, outcome: Outcome) -> None:
         attempt, connection = self._attempt, self._connection
@@ -247,7 +263,7 @@ class Forwarding:
             return self._fail(failure)
         outcome = outcome_of(refusal.head.status)
         self._log_failure(outcome, f"the worker answered {refusal.head.status}")
-        self._last = refusal
+        self._remember(refusal, outcome)
         self._close_attempt(outcome)
         return self._next() if outcome in REFUSALS else self._give_up()
 
@@ -290,7 +306,10 @@ class Forwarding:
         exchange.finish()
 
     def _break_off(self, relay: Relay, error: RequestError) -> None:
-        """Tell a client in the middle of its answer, if a word can be added to it."""
+        """Tell a client in the middle of its answer, if a word can be added to it and is not superfluous."""
+        if relay.is_done:
+            relay.end()
+            return
         self._forwarder.instruments.error(error.code)
         if self._exchange.trace is not None:
             self._exchange.trace.failed(error.code)

@@ -35,6 +35,7 @@ class Leases:
     ) -> None:
         self.clock: Callable[[], float] = fleet.clock
         self.knows: Callable[[Member], bool] = fleet.knows
+        self.beside: Callable[[Member], frozenset[int]] = fleet.beside
         self._fleet = fleet
         self._metrics = metrics
         self._promises = promises
@@ -102,6 +103,8 @@ class Leases:
         if self._fleet.knows(lease.member):
             ranks = len(self._fleet.view.ranks)
             self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
+            if outcome is Outcome.CONNECT:
+                self._fleet.on_unreachable(lease.member.id.worker)
         if prepared.session is not None and lease.binding is not None:
             self._homes(lease.member).finish(prepared.model, prepared.session, lease.binding, now=now)
             shared = self._fleet.shared.home(prepared.model, prepared.session)
@@ -205,6 +208,10 @@ class Lease:
     def worker_answers(self) -> bool | None:
         """Whether the worker answers probes; None once it has left."""
         return self.member.status is not RankStatus.DOWN if self._leases.knows(self.member) else None
+
+    def beside(self) -> frozenset[int]:
+        """Slots of the same worker."""
+        return self._leases.beside(self.member)
 
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""

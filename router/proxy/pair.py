@@ -347,8 +347,8 @@ class PairForwarding(Forwarding):
             if isinstance(end, Refusal):
                 end.lines = self._decision_lines()
             self._abandon()
-            self._excluded |= {leg.attempt.decision.slot}
-            self._last = end
+            self._excluded |= leg.attempt.lease.beside() if outcome is Outcome.CONNECT else {leg.attempt.decision.slot}
+            self._remember(end, outcome)
             if outcome is Outcome.CLIENT_ERROR:
                 self._give_up()
             else:

@@ -34,6 +34,11 @@ class Relay:
             self._write(rest)
         self._client.end()
 
+    @property
+    def is_done(self) -> bool:
+        """The stream's last event has passed: what breaks after it is missed by nobody."""
+        return isinstance(self._tap, StreamTap) and self._tap.is_done
+
     def end_with(self, error: RequestError) -> None:
         """The stream ends here, with an error as its last event. An event cut short is not passed on."""
         separator = b"\n\n" if isinstance(self._tap, StreamTap) and self._tap.midway else b""

@@ -20,9 +20,10 @@ class Outcome(StrEnum):
 
     OK = "ok"
     CLIENT_ERROR = "client_error"  # the worker answered 4xx other than pushback: the request's own fault
-    PUSHBACK = "pushback"  # 429 or 503: full, not broken
+    PUSHBACK = "pushback"  # 408, 429 or 503: full, not broken
     SERVER_ERROR = "server_error"  # any other 5xx
     CONNECT = "connect"  # no connection
+    NO_SOCKET = "no_socket"  # nor could any other be opened: the router has reached a limit of its system
     RESET = "reset"  # the connection broke, before or after the first byte
     TIMEOUT = "timeout"
     PROTOCOL = "protocol"  # the worker's answer is not HTTP
@@ -42,6 +43,7 @@ _VERDICTS: Final = {
     Outcome.OK: Verdict.GOOD,
     Outcome.CLIENT_ERROR: Verdict.GOOD,
     Outcome.PUSHBACK: Verdict.NEITHER,
+    Outcome.NO_SOCKET: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,
     Outcome.DEADLINE: Verdict.NEITHER,
     Outcome.ABANDONED: Verdict.NEITHER,
@@ -59,6 +61,9 @@ class Lease(Protocol):
 
     def worker_answers(self) -> bool | None:
         """Whether the worker answers probes; None where nobody probes it."""
+
+    def beside(self) -> frozenset[int]:
+        """Slots of the same worker, its own among them: where this one is not reached, none of them is."""
 
     def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
         """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""

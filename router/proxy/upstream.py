@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
@@ -20,6 +21,10 @@ from router.wire.known_heads import KnownHeads
 
 #: How often an attempt whose worker is silent is asked whether it waits on.
 _LOOK_SECONDS: Final = 5.0
+#: What says nothing of a worker, but of this process.
+_NO_SOCKET: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+#: Transfer codings that are gone once a body has been read.
+_CODINGS: Final = frozenset({b"chunked", b"identity"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +287,10 @@ class UpstreamConnection:
                 head.has_length = True
             elif lowered == names.TRANSFER_ENCODING:
                 is_chunked = True
+                if value.lower() not in _CODINGS:
+                    raise ValueError("a transfer coding that would have to be passed on")
             elif lowered == names.CONTENT_TYPE:
-                head.content_type = value
+                head.content_type = value.lower()
             elif lowered == names.CONTENT_ENCODING:
                 head.encoded = value.lower() != b"identity"
         self._head = head
@@ -339,19 +346,24 @@ class UpstreamPool:
         made = False
         try:
             async with asyncio.timeout(self.settings.connect_seconds):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: cast("asyncio.Protocol", connection), target.host, target.port, ssl=target.tls or None
-                )
+                await self._open_socket(connection, target)
             made = True
         except TimeoutError:
             return Failure(Outcome.TIMEOUT, "no connection to the worker in time")
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_SOCKET:
+                return Failure(Outcome.NO_SOCKET, "the system grants no more sockets")
             return Failure(Outcome.CONNECT, "no connection to the worker")
         finally:
             if not made:
                 # uvloop closes the socket of a connect that was cancelled, but never says that it is lost.
                 self.lost(connection)
         return connection
+
+    async def _open_socket(self, connection: UpstreamConnection, target: Target) -> None:
+        await asyncio.get_running_loop().create_connection(
+            lambda: cast("asyncio.Protocol", connection), target.host, target.port, ssl=target.tls or None
+        )
 
     def give_back(self, connection: UpstreamConnection) -> None:
         """Keep a connection whose exchange has ended well; close any other."""

@@ -37,6 +37,8 @@ class Endpoint(StrEnum):
         return Dialect.ANTHROPIC if self in _ANTHROPIC else Dialect.OPENAI
 
 
+#: How Responses and Anthropic's API end a stream; the others end it with ``[DONE]``.
+_LAST_EVENTS: Final = (b"event: response.completed", b"event: response.failed", b"event: message_stop")
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 
@@ -237,9 +239,10 @@ def _top_level_values(body: bytes) -> Iterator[tuple[bytes, int, int]]:
 class StreamTap:
     """Reads the usage of a streamed answer in passing, and cuts the stream at event boundaries."""
 
-    __slots__ = ("_cutter", "events", "usage")
+    __slots__ = ("_cutter", "_last", "events", "usage")
 
     def __init__(self) -> None:
+        self._last = b""
         self._cutter = sse.EventCutter()
         self.usage: Usage | None = None
         self.events = 0
@@ -249,9 +252,15 @@ class StreamTap:
         """What has been passed on ends inside an event."""
         return self._cutter.midway
 
+    @property
+    def is_done(self) -> bool:
+        """The last event that came is one that ends a stream."""
+        last = sse.events(self._last)[-1:]
+        return bool(last) and (sse.event_data(last[0]) == b"[DONE]" or last[0].startswith(_LAST_EVENTS))
+
     def feed(self, data: bytes) -> bytes:
         """What may be passed on now. Only events that name a usage are looked into."""
-        whole = self._cutter.feed(data)
+        whole = self._last = self._cutter.feed(data)
         self.events += whole.count(b"\n\n")
         if b'"usage"' in whole:
             self._read(whole)

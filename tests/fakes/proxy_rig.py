@@ -40,6 +40,10 @@ class FakeLease:
     first_bytes: int = 0
     closed: list[tuple[Outcome, Usage | None]] = field(default_factory=list)
     answers: bool | None = None
+    slots: frozenset[int] = frozenset()
+
+    def beside(self) -> frozenset[int]:
+        return self.slots
 
     def worker_answers(self) -> bool | None:
         return self.answers
@@ -91,7 +95,9 @@ class FakeBrain:
     def choose(self, prepared: FakePrepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         for slot, target in enumerate(self.targets):
             if slot not in exclude:
-                self.leases.append(FakeLease(answers=self.answers))
+                place = target[:2]
+                beside = frozenset(slot for slot, other in enumerate(self.targets) if other[:2] == place)
+                self.leases.append(FakeLease(answers=self.answers, slots=beside))
                 rank = RankId(f"w{slot}", target.rank)
                 decision = Decision(slot, rank, Reason.COLD, 16 * slot, 16 * slot, 0.0)
                 return Attempt(target, decision, self.leases[-1])

@@ -15,7 +15,7 @@ from router.core.types import RankStatus
 from router.errors import ConfigError, Conflict
 from router.fleet.event_stream import StreamTimes
 from router.fleet.fleet import Fleet
-from router.fleet.probes import Probe, Verdict, judge
+from router.fleet.probes import Probe, Verdict, judge, until_due
 from router.fleet.registry import Hooks, Registry, Worker
 from router.settings import ProbeSettings, RoutingSettings, WorkerSpec
 from router.telemetry.logging import make_logger
@@ -227,6 +227,15 @@ async def test_a_reset_empties_the_picture_at_once(control: Control) -> None:
 def test_the_judgement_over_probes(seen: Probe, failed: int, has_progress: bool, expected: tuple[int, Verdict]) -> None:
     """Three failures in a row are down, one success is up, silence while streaming is neither."""
     assert judge(seen, failed_before=failed, failures_allowed=3, has_progress=has_progress) == expected
+
+
+async def test_a_doubted_worker_is_probed_soon() -> None:
+    """Not when its next probe is due: every request until then would find out for itself."""
+    doubted = asyncio.Event()
+    doubted.set()
+    async with asyncio.timeout(5):
+        await until_due(doubted, interval_seconds=3600.0)
+    assert not doubted.is_set()
 
 
 def started(seconds: float) -> tuple[int, bytes]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from dataclasses import dataclass, field
 
 import pytest
 
+from router.proxy.upstream import UpstreamPool
 from router.settings import UpstreamSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, answer, chunk, event, stream_head
 from tests.fakes.proxy_rig import RawAnswer, rig, target
@@ -30,6 +32,8 @@ class Case:
     code: str | None = None
     body: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    #: Whose answer is passed on; None: the last one's.
+    worker: str | None = None
 
 
 CASES = (
@@ -56,6 +60,17 @@ CASES = (
     Case("no more than three attempts", ((Move.RESET,),) * 5, 502, ("reset",) * 3, code="upstream_failed"),
     Case("reset everywhere", ((Move.RESET,),) * 2, 502, ("reset",) * 2, code="upstream_failed"),
     Case("silence everywhere", ((Move.STALL,),) * 2, 504, ("timeout",) * 2, code="upstream_timeout"),
+    Case("three are full, the fourth is free", (BUSY,) * 3 + (OK,), 200, ("pushback",) * 3 + ("ok",)),
+    Case("full, then reset: when to return is told", (LIMITED, (Move.RESET,)), 429, ("pushback", "reset"), worker="w0"),
+    Case("reset, then full", ((Move.RESET,), LIMITED), 429, ("reset", "pushback")),
+    Case("full, then 500", (BUSY, BROKEN), 503, ("pushback", "server_error"), worker="w0"),
+    Case("408, then another rank", ((answer(408, b"{}"),), OK), 200, ("pushback", "ok")),
+    Case(
+        "a coding that would get lost",
+        ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",), OK),
+        200,
+        ("protocol", "ok"),
+    ),
     Case("400 is the client's", ((answer(400, b'{"bad": 1}'),), OK), 400, ("client_error",), body=b'{"bad": 1}'),
     Case("404 is the client's", ((answer(404, b"{}"),), OK), 404, ("client_error",)),
     Case("422 is the client's", ((answer(422, b"{}"),), OK), 422, ("client_error",)),
@@ -79,8 +94,9 @@ async def test_failure_before_the_first_byte(case: Case) -> None:
         assert set(answer_.error) == {"message", "type", "param", "code"}
         assert "127.0.0.1" not in str(answer_.error["message"])
     else:
-        assert answer_.headers["x-homing-attempts"] == str(len(case.outcomes))
-        assert answer_.headers["x-homing-worker"] == f"w{len(case.outcomes) - 1}"
+        assert answer_.headers["x-homing-worker"] == (case.worker or f"w{len(case.outcomes) - 1}")
+        number = int(answer_.headers["x-homing-worker"].removeprefix("w"))
+        assert answer_.headers["x-homing-attempts"] == str(number + 1)
     if case.body is not None:
         assert answer_.body == case.body
     for name, value in case.headers.items():
@@ -134,6 +150,51 @@ async def test_nobody_listens() -> None:
         async with rig(target(dead.port), target(alive.port)) as it:
             assert (await it.ask(ASK)).status == 200
             assert it.brain.outcomes == ["connect", "ok"]
+
+
+async def test_a_dead_process_of_many_ranks_costs_one_attempt() -> None:
+    """All its ranks are at one address: after the first refused connection none of them is tried."""
+    async with FaultWorker() as dead, FaultWorker() as alive:
+        dead.stop_listening()
+        ranks = [target(dead.port, rank=rank, dp_size=8) for rank in range(8)]
+        async with rig(*ranks, target(alive.port)) as it:
+            assert (await it.ask(ASK)).status == 200
+            assert it.brain.outcomes == ["connect", "ok"]
+
+
+async def test_no_worker_is_blamed_where_the_router_has_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of file descriptors every rank would look dead: one attempt, and an answer that says to come back."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with FaultWorker() as one, FaultWorker() as two, rig(target(one.port), target(two.port)) as it:
+        client = await it.connect()
+        monkeypatch.setattr(UpstreamPool, "_open_socket", refuse)
+        await client.send(ASK)
+        answer_ = await client.answer()
+        assert (answer_.status, answer_.error["code"]) == (503, "no_socket")
+        assert answer_.headers["retry-after"] == "1"
+        assert it.brain.outcomes == ["no_socket"]
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/v1/chat/completions", b"data: [DONE]\n\n"),
+        ("/v1/messages", b"event: message_stop\ndata: {}\n\n"),
+        ("/v1/responses", b"event: response.completed\ndata: {}\n\n"),
+    ],
+)
+async def test_a_break_after_the_last_event_is_no_error(path: str, last: bytes) -> None:
+    """All has been said: the stream ends as if the worker had ended it."""
+    body = {**ASK, "stream": True, "input": "hi", "max_tokens": 5}
+    script = (stream_head(), chunk(DELTA + last), 0.02, Move.RESET)
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(body, path=path)
+    assert answer_.complete
+    assert answer_.body == DELTA + last
 
 
 async def test_no_rank_at_all() -> None:
