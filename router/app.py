@@ -150,7 +150,8 @@ class Router:
 
         def is_at_work(worker: Worker) -> bool:
             now = time.monotonic()
-            return any(explains_silence(fleet.member(slot).load, now=now) for slot in worker.slots)
+            members = map(fleet.member, worker.slots)
+            return any(explains_silence(member.load, member.pace, now=now) for member in members)
 
         self._registry = Registry(
             fleet,

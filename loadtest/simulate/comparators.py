@@ -126,7 +126,7 @@ def _smg(view: FleetView, request: RouteRequest, rng: Random, now: float) -> Dec
         if not (matched.load.inflight > mean + slack and matched.load.inflight > 1.5 * mean):
             return _decided(matched, request, Reason.PREFIX)
         return _pick(ranks, request, rng, lambda rank: rank.load.inflight)
-    return _pick(ranks, request, rng, lambda rank: wait_seconds(rank.load, now=now))
+    return _pick(ranks, request, rng, lambda rank: wait_seconds(rank.load, rank.pace, now=now))
 
 
 def _dynamo_cost(rank: RankView, request: RouteRequest, now: float) -> float:
@@ -137,7 +137,7 @@ def _dynamo_cost(rank: RankView, request: RouteRequest, now: float) -> float:
 
 def _mooncake_cost(rank: RankView, request: RouteRequest, now: float) -> float:
     """The expected time to the first token."""
-    return wait_seconds(rank.load, now=now) + work_seconds(rank, request)
+    return wait_seconds(rank.load, rank.pace, now=now) + work_seconds(rank, request)
 
 
 def _cheapest(cost: Callable[[RankView, RouteRequest, float], float]) -> Policy:

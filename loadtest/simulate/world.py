@@ -94,10 +94,11 @@ class World:
         self._meter = meter
         self._rng = random.Random(scenario.seed)
         self._policy = comparator(policy, CostParameters())
-        self._admission = Admission(AdmissionParameters(), None if policy == "affinity" else _NeverHold())
         self._held: dict[int, Request] = {}
         self._loads = LoadBook()
         self._sessions = SessionTable(max_sessions=200_000, idle_seconds=14_400.0)
+        guard = Guard if policy == "affinity" else _NeverHold
+        self._admission = Admission(AdmissionParameters(), guard(self._sessions.returns))
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._late: deque[tuple[float, int, Callable[[], None]]] = deque()
@@ -246,7 +247,7 @@ class World:
             session=request.session,
             home=home,
             loadable_tokens=loadable,
-            return_ratio=self._admission.guard.return_ratio,
+            return_ratio=self._sessions.returns.ratio,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),
         )
@@ -301,7 +302,7 @@ class World:
             slot,
             prompt_tokens=request.prompt_tokens,
             prefill_tokens=request.prompt_tokens - decision.expected_cached_tokens,
-            seconds=decision.expected_prefill_seconds,
+            seconds=decision.expected_prefill_seconds / self._views[slot].pace.factor,
             now=self.now,
         )
         flight = Flight(request, decision, claim, promise, binding, visit)

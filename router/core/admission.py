@@ -29,9 +29,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.core.admission_guard import Conversation, Guard
+from router.core.admission_guard import Guard
 from router.core.cost import LOAD_RATIO
 from router.core.pace import prefill_seconds
+from router.core.returns import Conversation
 from router.core.types import FleetView, RankStatus, RankView, RouteRequest
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-from router.core.types import SessionKey
-
-#: A model's name and who asks it.
-Conversation = tuple[str, SessionKey]
+from router.core.returns import Conversation, Returns
 
 
 class Guard:
@@ -19,20 +14,14 @@ class Guard:
     fleet that holds requests, since what holding saves cannot be seen.
     """
 
-    #: An agent's next request comes within seconds (half of them within ten), a reader's next message after minutes.
-    RETURN_SECONDS = 10.0
     RETURN_ON, RETURN_OFF = 0.45, 0.35
     EVICTED_ON, EVICTED_OFF = 0.1, 0.03
-    #: Observations, and seconds, over which the shares forget half.
-    RETURNS_HALVE = 200
+    #: Seconds over which the share of evictions forgets half.
     EVICTED_HALVE_SECONDS = 120.0
-    #: The prior: so many returns of as many departures.
-    PRIOR_RETURNS = 10.0
 
-    def __init__(self) -> None:
+    def __init__(self, returns: Returns | None = None) -> None:
         self.on = True
-        self._left: OrderedDict[Conversation, float] = OrderedDict()
-        self._returned = self._departed = self.PRIOR_RETURNS
+        self._returns = Returns() if returns is None else returns
         self._evicted_tokens = self._computed_tokens = 0.0
         self._ever_computed_tokens = 0
         self._computed_at = 0.0
@@ -40,7 +29,7 @@ class Guard:
     @property
     def return_ratio(self) -> float:
         """Share of conversations that ask again soon after their last answer."""
-        return self._returned / self._departed
+        return self._returns.ratio
 
     @property
     def evicted_ratio(self) -> float:
@@ -49,14 +38,11 @@ class Guard:
 
     def arrived(self, conversation: Conversation, *, now: float) -> None:
         """A request of the conversation came."""
-        self._give_up(now)
-        if self._left.pop(conversation, None) is not None:
-            self._count(returned=1.0)
+        self._returns.arrived(conversation, now=now)
 
     def left(self, conversation: Conversation, *, now: float) -> None:
         """It was answered, and nothing else of it runs."""
-        self._left[conversation] = now
-        self._left.move_to_end(conversation)
+        self._returns.left(conversation, now=now)
 
     def computed(self, *, tokens: int, evicted_tokens: int, pool_tokens: int, is_holding: bool, now: float) -> None:
         """A prompt needed so many tokens computed, of which so many had been computed before.
@@ -73,23 +59,9 @@ class Guard:
 
     def decide(self, *, now: float) -> bool:
         """Whether to hold from now on."""
-        self._give_up(now)
+        self._returns.give_up(now=now)
         if self.on:
             self.on = self.return_ratio > self.RETURN_OFF and self.evicted_ratio > self.EVICTED_OFF
         else:
             self.on = self.return_ratio > self.RETURN_ON and self.evicted_ratio > self.EVICTED_ON
         return self.on
-
-    def _give_up(self, now: float) -> None:
-        """Who has been away for longer has not come back soon."""
-        while self._left:
-            conversation, left_at = next(iter(self._left.items()))
-            if now - left_at <= self.RETURN_SECONDS:
-                return
-            del self._left[conversation]
-            self._count(returned=0.0)
-
-    def _count(self, *, returned: float) -> None:
-        fade = 0.5 ** (1 / self.RETURNS_HALVE)
-        self._returned = self._returned * fade + returned
-        self._departed = self._departed * fade + 1.0

@@ -32,8 +32,10 @@ from router.core.load import RECENT_HALF_LIFE_SECONDS, recent_seconds, wait_seco
 from router.core.pace import prefill_seconds
 from router.core.types import Price, RankView, RouteRequest
 
-#: Decode steps over which a request and its neighbours slow each other: a reply's length in steps.
-_DECODE_STEPS = 300
+#: Decode steps over which a request and its neighbours slow each other: of a reply's some 300 those that others share.
+#: With all of them the requests in flight elsewhere weigh more than a head that subagents share, and with 30 too little
+#: to bring a rank into use again that was away.
+_DECODE_STEPS = 60
 #: Share of evicted tokens that somebody will want back, and the weight of that cost.
 _EVICTED_RETURN_RATIO = 0.5
 #: Seconds of waiting for a second of own work on a rank that was busy all the time: it spreads cold conversations,
@@ -91,7 +93,7 @@ def prices(
 ) -> list[Price]:
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
-    busy = [_BUSY_SCALE * recent_seconds(rank.load, now=now) for rank in ranks]
+    busy = [_BUSY_SCALE * rank.pace.factor * recent_seconds(rank.load, now=now) for rank in ranks]
     leave_seconds = 0.0
     if home is not None:
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
@@ -118,7 +120,7 @@ def prices(
         found.append(
             Price(
                 rank.slot,
-                wait_seconds(load, now=now) + _BUSY_WEIGHT * busy_ratio * brought_seconds,
+                wait_seconds(load, pace, now=now) + _BUSY_WEIGHT * busy_ratio * brought_seconds,
                 own_seconds,
                 _DECODE_STEPS
                 * pace.factor

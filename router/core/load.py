@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.core.types import RankLoad
+from router.core.types import RankLoad, RankPace
 
 #: Half-life of the memory of prefill work sent, by which sequential traffic and cold conversations are spread: some
 #: minutes, since a conversation keeps its rank busy every minute or so.
@@ -113,7 +113,9 @@ class LoadBook:
         self._queues.pop(slot, None)
 
     def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
-        """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected."""
+        """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected, by the speed
+        that the rank was first taken to have.
+        """
         load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
         claim = Claim(
             load,
@@ -202,25 +204,26 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
         total.recent_seconds += recent_seconds(part, now=now)
 
 
-def explains_silence(load: RankLoad, *, now: float) -> bool:
+def explains_silence(load: RankLoad, pace: RankPace, *, now: float) -> bool:
     """Whether a worker that answers no probe may just be at work: it streams, or is not yet long overdue with a prompt.
 
     What a prompt takes is an estimate, so it may take twice as long, and a little more.
     """
     if load.inflight > load.waiting:
         return True
-    return load.waiting > 0 and now - load.serving_since <= 2.0 * load.waiting_seconds + _SILENT_SECONDS
+    expected_seconds = pace.factor * load.waiting_seconds
+    return load.waiting > 0 and now - load.serving_since <= 2.0 * expected_seconds + _SILENT_SECONDS
 
 
-def wait_seconds(load: RankLoad, *, now: float) -> float:
+def wait_seconds(load: RankLoad, pace: RankPace, *, now: float) -> float:
     """Prefill still to be done before a new request's turn: what was promised, less the time already served."""
     if not load.waiting:
         return 0.0
-    return max(0.0, load.waiting_seconds - (now - load.serving_since))
+    return max(0.0, pace.factor * load.waiting_seconds - (now - load.serving_since))
 
 
 def recent_seconds(load: RankLoad, *, now: float) -> float:
-    """Prefill seconds sent lately, fading with a half-life."""
+    """Prefill seconds sent lately, fading with a half-life, by the speed that the rank was first taken to have."""
     if not load.recent_seconds:
         return 0.0
     return load.recent_seconds * math.exp2(-(now - load.recent_at) / RECENT_HALF_LIFE_SECONDS)

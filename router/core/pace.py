@@ -12,6 +12,8 @@ MIN_SAMPLE_TOKENS = 64
 #: Prefills shorter than this say nothing of what attention costs: to them overheads look like it.
 MIN_ATTENTION_TOKENS = 1024
 _STEADY_WEIGHT = 0.05
+#: Of so many prefills the median is taken: an odd number, and enough to be steady.
+_FIRST_SAMPLES = 15
 #: What attention costs is learned when the speed is known, and more slowly.
 _ATTENTION_SAMPLES = 20
 _ATTENTION_WEIGHT = 0.03
@@ -41,13 +43,16 @@ class PaceLearner:
     """Moves a rank's ``factor`` towards observed over predicted service time, and what attention costs by how far those
     prefills of which it is a large share are further off than others (least mean squares, in logarithms).
 
-    Averages logarithms, so that one outlier of a thousand weighs no more than one of four; the first samples
-    weigh more (1/n), so that a guess ten times off is gone after a handful of requests.
+    Of the first samples the median counts, as far as four times for each of them: a guess fifty times off is gone with
+    the third, and so is a first one that took fifty times as long as it should. Then logarithms are averaged, and one
+    outlier of a thousand weighs no more than one of four.
     """
 
     def __init__(self, pace: RankPace, peers: PacePeers | None = None) -> None:
         self.pace = pace
         self._samples = 0
+        self._first: list[float] = []
+        self._guess = pace.factor
         self._transfers = 0
         self._attention_share = 0.0
         self._peers = PacePeers() if peers is None else peers
@@ -72,12 +77,24 @@ class PaceLearner:
         error = _bounded_log(served_seconds / expected)
         self._samples += 1
         weight = _weight(self._samples)
-        pace.factor *= math.exp(weight * error)
+        if self._samples <= _FIRST_SAMPLES:
+            pace.factor = self._median_factor(served_seconds * pace.factor / expected)
+        else:
+            pace.factor *= math.exp(_STEADY_WEIGHT * error)
         if uncached_tokens >= MIN_ATTENTION_TOKENS and self._samples > _ATTENTION_SAMPLES:
             apart = attention_share - self._attention_share
             self._attention_share += weight * apart
             pace.attention_seconds *= math.exp(_ATTENTION_WEIGHT * error * apart / (apart * apart + _SHARE_VARIANCE))
         self._peers.share()
+
+    def _median_factor(self, factor: float) -> float:
+        """Of the first samples, the newest included; no further from the first guess than so few can tell."""
+        if not self._first:
+            self._guess = self.pace.factor
+        self._first.append(factor)
+        most = self._samples * _LARGEST_STEP
+        apart = math.log(statistics.median(self._first) / self._guess)
+        return self._guess * math.exp(min(most, max(-most, apart)))
 
     def observe_transfer(self, *, seconds: float, tokens: int) -> None:
         """A decode rank had ``tokens`` of a prompt fetched ``seconds`` after it was told where they are."""

@@ -245,7 +245,7 @@ def decode_prices(
     return [
         Price(
             price.slot,
-            wait_seconds(rank.load, now=now),
+            wait_seconds(rank.load, rank.pace, now=now),
             0.0,
             price.decode_seconds,
             price.evict_seconds,

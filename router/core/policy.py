@@ -67,8 +67,9 @@ def least_loaded(view: FleetView, request: RouteRequest, rng: Random, now: float
         return None
 
     def key(rank: RankView) -> tuple[float, int, float]:
-        load = rank.load
-        return (round(wait_seconds(load, now=now), 3), load.inflight, round(recent_seconds(load, now=now), 3))
+        load, pace = rank.load, rank.pace
+        recent = pace.factor * recent_seconds(load, now=now)
+        return (round(wait_seconds(load, pace, now=now), 3), load.inflight, round(recent, 3))
 
     least = min(map(key, ranks))
     chosen = rng.choice([rank for rank in ranks if key(rank) == least])

@@ -35,6 +35,7 @@ from typing import Any
 
 import xxhash
 
+from router.core.returns import Returns
 from router.core.types import SessionKey
 
 MAX_ID_CHARS = 256
@@ -172,9 +173,13 @@ class Binding:
 
 
 class SessionTable:
-    """Homes of sessions per model, least recently used first; bounded, and forgetful of the idle."""
+    """Homes of sessions per model, least recently used first; bounded, and forgetful of the idle.
+
+    ``returns`` learns from it who comes back.
+    """
 
     def __init__(self, *, max_sessions: int, idle_seconds: float) -> None:
+        self.returns = Returns()
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
         self._bindings: OrderedDict[tuple[str, SessionKey], Binding] = OrderedDict()
@@ -203,12 +208,15 @@ class SessionTable:
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end((model, key))
+        self.returns.arrived((model, key), now=now)
         return binding
 
     def finish(self, model: str, key: SessionKey, binding: Binding, *, now: float) -> None:
         """That request is over. A binding that was forgotten meanwhile has no say over its successor."""
         binding.inflight -= 1
         binding.used_at = now
+        if not binding.inflight:
+            self.returns.left((model, key), now=now)
         if self._bindings.get((model, key)) is binding:
             self._bindings.move_to_end((model, key))
 

@@ -108,7 +108,12 @@ class SessionKey(NamedTuple):
 
 @dataclass(slots=True)
 class RankLoad:
-    """What the router itself has sent to a rank and not seen finished. Written by ``LoadBook`` alone."""
+    """What the router itself has sent to a rank and not seen finished. Written by ``LoadBook`` alone.
+
+    ``waiting_seconds`` and ``recent_seconds`` are of the speed that the rank was first taken to have. Times its pace's
+    ``factor`` they are what that work takes as far as is known now: the first estimates may be many times off, and
+    what was sent by them still waits when it is known better.
+    """
 
     inflight: int = 0
     inflight_tokens: int = 0

@@ -10,6 +10,7 @@ from copy import copy
 import msgspec
 
 from router.core.admission import Admission, AdmissionParameters
+from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.pd import can_serve, make_role_policy
 from router.core.seen import SeenPrefixes
@@ -51,7 +52,9 @@ class RouterBrain(Models):
         self._rng = random.Random(settings.seed)
         self._seen: dict[str, SeenPrefixes] = {}
         self._holding = (
-            Holding(Admission(AdmissionParameters()), fleet, metrics) if settings.admission == "guarded" else None
+            Holding(Admission(AdmissionParameters(), Guard(fleet.sessions.returns)), fleet, metrics)
+            if settings.admission == "guarded"
+            else None
         )
         self._promises = Promises(fleet, special_ids=self.special_ids)
         self._leases = Leases(fleet, metrics, self._promises, self._holding, self.decisions)
@@ -232,6 +235,7 @@ class RouterBrain(Models):
             home=home,
             exclude=exclude,
             allowed=prepared.allowed,
+            return_ratio=fleet.sessions.returns.ratio,
             handovers=prepared.handovers,
             prefill_home=fleet.prompts.home(model, session, now=now) if session and self.makes_pairs else None,
         )

@@ -170,11 +170,11 @@ def test_a_rank_that_prefills_for_a_minute_is_neither_dead_nor_forgotten() -> No
 
     naive_verdict_at = 3 * 5.0
     for now in (naive_verdict_at, 60.0, 2 * seconds):
-        assert explains_silence(view.ranks[0].load, now=now)
+        assert explains_silence(view.ranks[0].load, view.ranks[0].pace, now=now)
         assert table.home("m", giant, now=now) == 0
     assert table.home("m", done, now=31.0) is None
-    assert not explains_silence(view.ranks[0].load, now=2 * seconds + 11.0)
-    assert wait_seconds(view.ranks[0].load, now=15.0) == pytest.approx(seconds - 15.0)
+    assert not explains_silence(view.ranks[0].load, view.ranks[0].pace, now=2 * seconds + 11.0)
+    assert wait_seconds(view.ranks[0].load, view.ranks[0].pace, now=15.0) == pytest.approx(seconds - 15.0)
     chat = RouteRequest(model="m", prompt_tokens=2_000, output_tokens=100, reusable_tokens={0: 1_500})
     decision = Affinity(CostParameters())(view, chat, random.Random(0), 15.0)
     assert decision is not None

@@ -170,7 +170,7 @@ def test_charges_lapse_while_nobody_is_held_too() -> None:
     """The guard is off and nobody comes back: of a hundred conversations those few stay charged that fit."""
     guard = Guard()
     guard.on = False
-    guard._departed = 1000.0
+    guard._returns._departed = 1000.0
     desk = Desk(fleet(1), guard)
     for number in range(100):
         desk.turn(ask(f"once{number}", 100), now=100.0 * number)
@@ -376,12 +376,12 @@ def test_what_outgrew_the_ranks_while_the_guard_was_off_is_shed() -> None:
     """Off, 600 idle, then 500 and 400 in flight, are charged to 900: the idle one and the newest lose their place."""
     guard = Guard()
     guard.on = False
-    guard._departed = 1000.0
+    guard._returns._departed = 1000.0
     desk = Desk(fleet(1), guard)
     desk.turn(ask("idle", 600))
     desk.send(ask("older", 500))
     desk.send(ask("newer", 450))
-    guard._departed = guard._returned = 1000.0
+    guard._returns._departed = guard._returns._returned = 1000.0
 
     assert isinstance(desk.offer(ask("idle", 600), now=1.0), Hold)
     assert desk.admission.charged_tokens(0) == 500

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from router.core.load import RECENT_HALF_LIFE_SECONDS, Claim, LoadBook, explains_silence, recent_seconds, wait_seconds
+from router.core.pace import prior
 
 SLOTS = (0, 1, 2)
+PACE = prior(1000)
 
 
 @dataclass(eq=False)
@@ -97,7 +99,7 @@ class LoadMachine(RuleBasedStateMachine):
                 sum(each.prefill_tokens for each in waiting),
             )
             assert math.isclose(load.waiting_seconds, sum(each.seconds for each in waiting), abs_tol=1e-9)
-            assert 0 <= wait_seconds(load, now=self.now) <= load.waiting_seconds + 1e-9
+            assert 0 <= wait_seconds(load, PACE, now=self.now) <= load.waiting_seconds + 1e-9
 
     def teardown(self) -> None:
         for claim in self.opened:
@@ -147,7 +149,7 @@ def test_one_that_gives_up_in_the_queue_does_not_disturb_the_one_served() -> Non
     waiting = claim(book, now=0.0, seconds=4.0)
     book.close(waiting, now=9.0)
 
-    assert wait_seconds(book.load(0), now=9.0) == 0.0  # 8 s were promised, 9 have passed
+    assert wait_seconds(book.load(0), PACE, now=9.0) == 0.0  # 8 s were promised, 9 have passed
     assert book.first_byte(served, now=10.0) == 10.0
 
 
@@ -166,7 +168,17 @@ def test_waiting_shrinks_while_the_rank_works() -> None:
     claim(book, now=0.0, seconds=10.0)
     load = book.load(0)
 
-    assert [wait_seconds(load, now=now) for now in (0.0, 4.0, 11.0)] == [10.0, 6.0, 0.0]
+    assert [wait_seconds(load, PACE, now=now) for now in (0.0, 4.0, 11.0)] == [10.0, 6.0, 0.0]
+
+
+def test_what_was_sent_on_a_wrong_guess_is_counted_as_what_is_known_now() -> None:
+    """A rank is taken to need 10 s for what waits there, and is 20 times as slow: of 200 s 4 are over."""
+    book, pace = LoadBook(), prior(1000)
+    claim(book, now=0.0, seconds=10.0)
+    pace.factor = 20.0
+
+    assert wait_seconds(book.load(0), pace, now=4.0) == pytest.approx(196.0)
+    assert explains_silence(book.load(0), pace, now=409.0)
 
 
 def test_recent_work_halves_in_its_half_life() -> None:
@@ -215,11 +227,11 @@ def test_leaving_a_long_queue_is_cheap_wherever_one_stands() -> None:
 def test_silence_is_explained_by_work_in_hand() -> None:
     """Streaming explains it for ever, a prompt for twice its expected time and ten seconds more, idleness never."""
     book = LoadBook()
-    assert not explains_silence(book.load(0), now=0.0)
+    assert not explains_silence(book.load(0), PACE, now=0.0)
     claim = book.open(0, prompt_tokens=1000, prefill_tokens=1000, seconds=30.0, now=100.0)
-    assert explains_silence(book.load(0), now=170.0)
-    assert not explains_silence(book.load(0), now=170.1)
+    assert explains_silence(book.load(0), PACE, now=170.0)
+    assert not explains_silence(book.load(0), PACE, now=170.1)
     book.first_byte(claim, now=171.0)
-    assert explains_silence(book.load(0), now=1e6)
+    assert explains_silence(book.load(0), PACE, now=1e6)
     book.close(claim, now=1e6)
-    assert not explains_silence(book.load(0), now=1e6)
+    assert not explains_silence(book.load(0), PACE, now=1e6)

@@ -139,7 +139,7 @@ def pair_seconds(
     tokens = request.prompt_tokens
     seconds = max(p.load.waiting_seconds + computing(p, request), d.load.waiting_seconds)
     seconds += 0.005 + TRANSFER_SECONDS * (tokens - held.get(d.slot, 0))
-    seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
+    seconds += 60 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     if not home:
         assert request.home is not None
         seconds += move_weight * TRANSFER_SECONDS * held.get(request.home, 0)
@@ -155,7 +155,7 @@ def alone_seconds(
 ) -> float:
     own = computing(d, request)
     seconds = d.load.waiting_seconds + own
-    seconds += 300 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
+    seconds += 60 * d.pace.factor * d.pace.decode_request_seconds * d.load.inflight
     seconds += own * max(d.load.inflight - d.load.waiting, 1 if d.part.role is WorkerRole.DECODE else 0)
     if request.home is None:
         seconds += shared_seconds(d, request)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.core.load import LoadBook, recent_seconds, wait_seconds
+from router.core.pace import prior
 from router.core.types import Engine, RankId, RankLoad, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.shared import Embedded, HomeBook, PeerLoads, SharedHome
@@ -219,7 +220,7 @@ def test_prices_see_own_and_other_work_as_one_queue() -> None:
     elsewhere = RankLoad(3, 300, 1, 3.0, 60, serving_since=10.5, recent_seconds=4.0, recent_at=10.5)
     loads.set_elsewhere(0, elsewhere, now=10.5)
     assert (total.inflight, total.inflight_tokens, total.waiting, total.waiting_tokens) == (4, 400, 2, 140)
-    assert wait_seconds(total, now=11.0) == pytest.approx(4.5)
+    assert wait_seconds(total, prior(1000), now=11.0) == pytest.approx(4.5)
     expected = 2.0 * math.exp2(-10.0 / 180.0) + 4.0 * math.exp2(-9.5 / 180.0)
     assert recent_seconds(total, now=20.0) == pytest.approx(expected)
     assert own.inflight == 1

@@ -174,6 +174,26 @@ async def test_two_routers_with_one_seed_and_one_history_decide_alike(
     assert one.decisions == other.decisions
 
 
+async def test_a_worker_that_is_not_reached_is_doubted() -> None:
+    """All ranks at its address are as good as gone, and whoever probes it is told at once."""
+    world = World(ranks=2)
+    elsewhere = world.fleet.add_rank(
+        RankId("far", 0),
+        target=Target("127.0.0.1", 2, 0, 1, Engine.SHIM),
+        models=frozenset({"m"}),
+        block_tokens=BLOCK,
+        pool_tokens=100_000,
+    )
+    doubted: list[str] = []
+    world.fleet.on_unreachable = doubted.append
+    for outcome in FAILURES:
+        attempt = world.brain.choose(await world.prepare("hello"), exclude=frozenset({elsewhere}))
+        assert attempt.lease.beside() == {0, 1}
+        attempt.lease.close(outcome, None)
+        assert doubted == ([attempt.decision.id.worker] if outcome is Outcome.CONNECT else [])
+        doubted.clear()
+
+
 async def test_another_seed_decides_otherwise() -> None:
     """Thirty cold requests among equals: the draw is the seed's."""
 
@@ -246,14 +266,14 @@ async def test_a_lease_knows_whether_its_worker_answers_probes() -> None:
 
 
 async def test_a_ranks_speed_is_learned_from_its_first_byte() -> None:
-    """20,000 tokens/s are assumed. 2,000 tokens in 0.2 s is half of it; the first sample moves half way in logarithms,
-    to a factor of the root of two (attention's share, a half at 100,000 tokens, is 1/200 here)."""
+    """20,000 tokens/s are assumed. 2,000 tokens in 0.2 s is half of it: a factor of two (attention's share, a half at
+    100,000 tokens, is 1/200 here)."""
     world = World(ranks=1, prefill_tokens_per_second=20_000)
     lease = (await world.ask(prompt_of(2000))).lease
     world.now += 0.2
     lease.first_byte()
 
-    assert world.fleet.member(0).pace.factor == pytest.approx((2 / 1.005) ** 0.5)
+    assert world.fleet.member(0).pace.factor == pytest.approx(2 / 1.005)
 
 
 async def test_a_copy_in_a_lower_tier_draws_its_conversation_and_teaches_no_speed() -> None:
