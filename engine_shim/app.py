@@ -37,7 +37,7 @@ from engine_shim.settings import AttentionKind, Device, DraftKind, Dtype, Role, 
 from engine_shim.transfer.legs import RankPages, Transfer
 from engine_shim.transfer.link import Offers
 from engine_shim.transfer.parcel import NoContents
-from engine_shim.types import CacheLayout, Runner
+from engine_shim.types import CacheLayout, Runner, WindowTails
 
 if TYPE_CHECKING:
     from engine_shim.model.decoder import Decoder
@@ -72,7 +72,10 @@ def build(settings: ShimSettings) -> Shim:
             window_pool_tokens=settings.window_pool_tokens,
             state_slots=settings.state_slots,
             draft_head=settings.drafts is DraftKind.HEAD,
+            window_tails=settings.window_tails,
+            chunk_tokens=settings.chunk_tokens,
         )
+        _check_tails(settings, layout)
         limit = settings.max_context_tokens or card.config.max_positions
         if limit > card.config.max_positions:
             raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
@@ -251,12 +254,23 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     return torch_runner
 
 
+def _check_tails(settings: ShimSettings, layout: CacheLayout) -> None:
+    """Raise ``StartError`` where windows cannot be rebuilt."""
+    if settings.window_tails is WindowTails.STORED or layout.window is None:
+        return
+    if layout.state is not None:
+        raise StartError("window_tails: a recurrent state cannot be rebuilt, so windows beside one have to be stored")
+    if settings.attention is AttentionKind.TRITON:
+        raise StartError("window_tails: Triton's kernels rebuild no windows; use --attention torch")
+    if settings.window_tails is WindowTails.RING and settings.role is not Role.UNIFIED:
+        raise StartError("window_tails: what is in a ring is not handed over; use stored or rebuilt, or no role")
+
+
 def _kernels_attend(settings: ShimSettings) -> bool:
     """Whether Triton's kernels attend; raises ``StartError`` where they are asked for and cannot."""
     installed = find_spec("triton") is not None
-    kernels = settings.attention is AttentionKind.TRITON or (
-        settings.attention is AttentionKind.AUTO and settings.device is Device.CUDA and installed
-    )
+    can = installed and settings.device is Device.CUDA and settings.window_tails is WindowTails.STORED
+    kernels = settings.attention is AttentionKind.TRITON or (settings.attention is AttentionKind.AUTO and can)
     if kernels and not installed:
         raise StartError("attention: triton is not installed: pip install 'homing[kernels]'")
     if kernels and settings.device is Device.CPU and os.environ.get("TRITON_INTERPRET") != "1":

@@ -15,6 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine_shim.cache.transfers import WritePolicy
+from engine_shim.types import WindowTails
 
 ENV_PREFIX = "HOMING_SHIM__"
 _Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -128,6 +129,11 @@ class ShimSettings(BaseModel):
     pool_tokens: _Positive = Field(65_536, description="Cache of each rank, in tokens of full attention.")
     window_pool_tokens: _Positive | None = Field(
         None, description="Cache of each rank for sliding-window layers. Default: as pool_tokens."
+    )
+    window_tails: WindowTails = Field(
+        WindowTails.STORED,
+        description="The last window of a reused prefix, for sliding-window layers. stored: kept and copied like full "
+        "attention; rebuilt: not copied, computed again where it is missing; ring: kept by nobody but who runs.",
     )
     state_slots: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Recurrent states kept by each rank. Default: one per 256 of pool_tokens, 16 at least."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine_shim.model.config import ModelConfig, UnsupportedModelError
 from engine_shim.model.tokenizer import MissingExtraError, ModelCard, WeightsSource
-from engine_shim.types import CacheGroup, CacheLayout, GroupKind
+from engine_shim.types import CacheGroup, CacheLayout, GroupKind, WindowTails
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +54,15 @@ def layout_for(
     window_pool_tokens: int | None = None,
     state_slots: int | None = None,
     draft_head: bool = False,
+    window_tails: WindowTails = WindowTails.STORED,
+    chunk_tokens: int = 512,
 ) -> CacheLayout:
     """The cache layout of a model: one group of its full layers, one of its window layers, one of its recurrent ones.
 
     With ``draft_head`` there is one more, for the layer behind the last.
     A pool of n tokens has room for n tokens (rounded up to pages) beside the null page. ``window_pool_tokens`` is
-    ``pool_tokens`` unless given, ``state_slots`` one for every 256 of them (16 at least).
+    ``pool_tokens`` unless given, ``state_slots`` one for every 256 of them (16 at least). A ring has room for the
+    window and a chunk of ``chunk_tokens``, if the pool has.
     """
     full = tuple(i for i, layer in enumerate(config.layers) if layer.window_tokens is None and not layer.recurrent)
     windows = {layer.window_tokens for layer in config.layers if layer.window_tokens is not None}
@@ -80,9 +84,14 @@ def layout_for(
     if draft_head:
         groups.append(CacheGroup(index=len(groups), kind=GroupKind.DRAFT, layers=(len(config.layers),)))
         pages.append(pages[0])
-    return CacheLayout(
+    layout = CacheLayout(
         page_tokens=page_tokens,
         groups=tuple(groups),
         pages=tuple(pages),
         checkpoint_tokens=max(1, CHECKPOINT_TOKENS // page_tokens) * page_tokens,
+        window_tails=window_tails,
     )
+    if window_tails is WindowTails.RING and layout.window is not None:
+        wanted = layout.window_pages() + 1 + -(-chunk_tokens // page_tokens)
+        layout = replace(layout, ring_pages=min(wanted, pages[layout.window.index] - 1))
+    return layout

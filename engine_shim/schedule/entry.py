@@ -87,9 +87,10 @@ class Entry:
             and (leader.load is not None or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens))
         )
 
-    def is_rebuilding(self, tokens: int) -> bool:
-        """Whether the window before this position is still being computed again, or is not to be."""
-        return tokens <= self.rebuilt_until
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether the window is still being computed again."""
+        return self.request.computed_tokens < self.rebuilt_until
 
     def stop_at(self, tokens: int) -> None:
         """Have the prefill store what it has at this position, which is ahead of it."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError, check_integrity
-from engine_shim.cache.node import shared_pages
 from engine_shim.cache.radix import RadixCache
 from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
@@ -39,7 +38,7 @@ class Memory:
     ) -> None:
         self.cache = RadixCache(layout, events)
         self.offload = Offload(layout, plan, cache=self.cache, mover=mover, events=events) if plan and mover else None
-        self._page = layout.page_tokens
+        self.page_tokens = self._page = layout.page_tokens
         self._layout = layout
         self._stores = layout.window_tails is WindowTails.STORED
         self._windows = windows_of(layout, self.cache, take=self._take)
@@ -127,14 +126,6 @@ class Memory:
 
     def _cap(self, entry: Entry) -> int:
         return (len(entry.request.tokens) - 1) // self._page
-
-    def shared_tokens(self, entry: Entry, other: Entry) -> int:
-        """How much of its prompt, in whole pages, ``entry`` could reuse if ``other`` had stored all of its own."""
-        ours, theirs = entry.request, other.request
-        if ours.namespace != theirs.namespace or ours.tokens[: self._page] != theirs.tokens[: self._page]:
-            return 0
-        pages = shared_pages(ours.tokens, theirs.tokens, page_tokens=self._page)
-        return min(pages, (len(ours.tokens) - 1) // self._page) * self._page
 
     def known_tokens(self, entry: Entry) -> int:
         """How much of a waiting request's prompt could be reused now."""
@@ -270,19 +261,20 @@ class Memory:
     def store(self, entry: Entry, *, loaded: bool = False) -> None:
         """Give the computed whole pages to the tree and go on reading them there, under a new lock.
 
-        After a load there may be window pages and a state to give though the tree has all full pages.
+        After a load or a rebuild there may be window pages and a state to give though the tree has all full pages.
         """
         request, old = entry.request, entry.receipt_held
         known = request.computed_tokens if self._state is None else entry.kept_tokens
         pages = max(known, entry.rebuilt_until if loaded else 0) // self._page
-        if pages <= old.pages and not loaded:
+        is_rebuilt = entry.rebuilt_until > 0 and not entry.is_rebuilding
+        if pages <= old.pages and not (loaded or is_rebuilt):
             return
         tokens = request.tokens[: pages * self._page]
         given = [self._to_store(entry, group, pages) for group in range(len(request.tables))]
         duplicates = self.cache.insert(request.namespace, tokens, given)
         for pool, twins in zip(self.cache.pools, duplicates, strict=True):
             pool.free(twins)
-        if entry.is_rebuilding(pages * self._page):
+        if entry.is_rebuilding:
             entry.receipt, tables = self.cache.lock_whole(request.namespace, tokens)
         else:
             match = self.cache.match(request.namespace, tokens)
@@ -296,6 +288,8 @@ class Memory:
                 self._windows.stored(entry, pages, stored)
             else:
                 table[:pages] = stored
+        if is_rebuilt:
+            entry.rebuilt_until = entry.window_start = 0
         if self.offload is not None:
             self.offload.stored(entry.receipt.node)
 

@@ -69,11 +69,11 @@ class Windows:
 
     def to_store(self, entry: Entry, pages: int) -> list[int]:
         """Of a table of ``pages`` pages what the tree may have: nothing while the window is being rebuilt."""
-        return [NULL_PAGE] * pages if entry.is_rebuilding(pages * self._page) else self._table(entry)[:pages]
+        return [NULL_PAGE] * pages if entry.is_rebuilding else self._table(entry)[:pages]
 
     def stored(self, entry: Entry, pages: int, table: Sequence[int]) -> None:
         """The tree has the first ``pages`` pages now, and ``table`` says as which."""
-        if not entry.is_rebuilding(pages * self._page):
+        if not entry.is_rebuilding:
             self._table(entry)[:pages] = table
             entry.window_from = max(entry.window_from, pages - self.reach_pages)
             entry.window_own_from = pages

@@ -14,7 +14,7 @@ from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.speculative.drafter import Drafter
-from engine_shim.types import Batch, CacheLayout, GroupKind, Request, Sampled, Sampling
+from engine_shim.types import Batch, CacheLayout, GroupKind, Request, Sampled, Sampling, WindowTails
 
 
 class ParityRank:
@@ -41,6 +41,7 @@ class ParityRank:
         draft_tokens: int = 0,
         kernels: bool = False,
         graph_decodes: int = 0,
+        window_tails: WindowTails = WindowTails.STORED,
     ) -> None:
         self.layout = layout_for(
             decoder.config,
@@ -49,6 +50,8 @@ class ParityRank:
             window_pool_tokens=window_pool_tokens,
             state_slots=state_slots,
             draft_head=callable(drafter),
+            window_tails=window_tails,
+            chunk_tokens=chunk_tokens,
         )
         self.drafter = drafter(self.layout) if callable(drafter) else drafter
         self.runner = TorchRunner(
@@ -67,6 +70,7 @@ class ParityRank:
         self.logits: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self.pages_filled = [0 for _ in self.layout.groups]
         self.largest_batch = 0
+        self.rebuilt_positions = 0
 
     def _offload(self) -> dict[str, Any]:
         """What the scheduler needs to copy pages below the device: nothing here."""
@@ -104,7 +108,9 @@ class ParityRank:
         sampled, row = [], 0
         for chunk in batch.chunks:
             rows = logits[row : row + chunk.count]
-            self.logits[chunk.request.id].update(enumerate(rows, start=chunk.start))
+            known = max(0, chunk.rebuilt_until - chunk.start)  # these are run for their windows alone
+            self.rebuilt_positions += min(known, chunk.count)
+            self.logits[chunk.request.id].update(enumerate(rows[known:], start=chunk.start + known))
             if chunk.samples:
                 sampled.append(Sampled((int(rows[-1].argmax()),)))
             row += chunk.count

@@ -15,13 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offload_rank import OffloadRank
 from parity_rank import ParityRank
+from test_speculative import HalfRight
 from tiny_models import make_tiny_model
 
 from engine_shim.cache.transfers import WritePolicy
 from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
 from engine_shim.model.tokenizer import read_card
-from engine_shim.types import Request, Sampling
+from engine_shim.types import Request, Sampling, WindowTails
 
 PAGE = 8
 Action = tuple[str, int, int, int]
@@ -49,11 +50,13 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 class Conversations:
     """Requests that continue and fork one another on a rank with room for few, each compared with a cold rank."""
 
-    def __init__(self, decoder: Decoder, rank: OffloadRank) -> None:
+    def __init__(self, decoder: Decoder, rank: OffloadRank, answers: dict[str, list[int]]) -> None:
+        """``answers`` are to be known for a rank with drafts."""
         self.decoder = decoder
         self.rank = rank
         self.histories = [[7 + 5 * n + i % 11 for i in range(56)] for n in range(6)]
         self.open: dict[str, tuple[Request, int]] = {}
+        self.answers = answers
         self.names = 0
         self.compared = 0
 
@@ -66,6 +69,9 @@ class Conversations:
             request = Request(str(self.names), prompt, Sampling(more, ignore_eos=True))
             self.names += 1
             self.open[request.id] = (request, which)
+            if self.rank.drafter is not None:
+                cold = ParityRank(self.decoder).generate({"cold": list(prompt)}, sampling=request.sampling)
+                self.answers[request.id] = cold["cold"].output
             self.rank.scheduler.add(request)
         elif kind == "abort" and self.open:
             name = list(self.open)[which % len(self.open)]
@@ -93,7 +99,14 @@ class Conversations:
                 self.histories[which] = list(request.tokens)
 
     def compare(self, request: Request) -> None:
-        """Every logit that the rank computed is that of a rank which computes the whole sequence at once."""
+        """Every logit that the rank computed is that of a rank which computes the whole sequence at once.
+
+        With drafts the runner samples for itself: every token is that of a rank without.
+        """
+        if self.rank.drafter is not None:
+            assert request.output == self.answers[request.id][: len(request.output)]
+            self.compared += len(request.output)
+            return
         rows = self.rank.logits[request.id]
         if not rows:
             return
@@ -111,7 +124,10 @@ class Conversations:
 @pytest.mark.usefixtures("exact_arithmetic")
 @pytest.mark.timeout(600)
 def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
-    """Under any schedule of arrivals, forks, aborts, preemptions, saves and loads."""
+    """Under any schedule of arrivals, forks, aborts, preemptions, saves and loads, with drafts that hold in part.
+
+    Where there are windows, they are stored, rebuilt, or in rings.
+    """
     seen = Counter()
     examples = 10 if decoder.config.delta_net is None else 4
 
@@ -127,8 +143,13 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
         piece=st.integers(1, 12),
         chunk=st.integers(9, 40),
         disk=st.booleans(),
+        drafts=st.booleans(),
+        tails=st.sampled_from(WindowTails),
     )
-    def run(actions: list[Action], policy: WritePolicy, piece: int, chunk: int, disk: bool) -> None:
+    def run(
+        actions: list[Action], policy: WritePolicy, piece: int, chunk: int, disk: bool, drafts: bool, tails: WindowTails
+    ) -> None:
+        answers: dict[str, list[int]] = {}
         rank = OffloadRank(
             decoder,
             page_tokens=PAGE,
@@ -142,9 +163,13 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
             folder=tmp_path,
             policy=policy,
             piece_pages=piece,
+            window_tails=WindowTails.STORED if decoder.config.delta_net else tails,
+            record=not drafts,
+            drafter=HalfRight(answers) if drafts else None,
+            draft_tokens=3 if drafts else 0,
         )
         try:
-            talk = Conversations(decoder, rank)
+            talk = Conversations(decoder, rank, answers)
             # First each conversation once, which fills the pools, so that most of what follows has to come back.
             opening = [step for n in range(6) for step in (("ask", n, 9, 3), ("finish", 0, 0, 1), ("settle", 0, 0, 1))]
             for action in [*opening, *actions, ("finish", 0, 0, 1)]:
@@ -159,8 +184,13 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
             fetched=rank.moved.fetched_pages,
             preempted=stats.preemptions,
             cached=stats.cached_tokens,
+            accepted=sum(stats.accepted_tokens),
+            rejected=stats.drafted_tokens - sum(stats.accepted_tokens),
+            rebuilt=rank.rebuilt_positions,
+            written_over=len(rank.layout.groups) > 1 and sum(rank.scheduler.generations[1]),
         )
         assert rank.moved.failed_transfers == 0
 
     run()
-    assert min(seen["loaded"], seen["fetched"], seen["preempted"]) > 0, seen
+    assert min(seen["loaded"], seen["fetched"], seen["preempted"], seen["accepted"], seen["rejected"]) > 0, seen
+    assert seen["rebuilt"] > 0 or not decoder.config.layers[0].window_tokens, seen

@@ -266,7 +266,7 @@ def test_long_random_walks_that_rebuild(seed: int, tails: WindowTails) -> None:
     """The same where windows are not copied, or not even shared; prefixes are loaded and their windows rebuilt."""
     machine = walk(seed, tails=tails)
     assert machine.layout.window_tails is tails
-    assert machine.rebuilt_chunks > 20
+    assert machine.rebuilt_chunks > 15
     assert machine.offload.counters.loaded_pages > 0
     if tails is WindowTails.RING:
         assert machine.memory.window_pages_reused > 80
