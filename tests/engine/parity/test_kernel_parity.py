@@ -6,6 +6,7 @@ Decode steps then run over fixed inputs as they do under CUDA graphs, but for th
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,33 @@ def test_decodes_over_fixed_inputs(tiny: TinyModel, decoder: Decoder) -> None:
     for request in (*finished.values(), *requests.values()):
         assert request.output == greedy(tiny, request)
     assert rank.runner._graphs.sizes == [1, 2, 4]
+
+
+class _Guesses:
+    """One token that holds, then one that does not."""
+
+    buffers = ()
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer = answer
+
+    def propose(self, chunks: Sequence[Chunk]) -> list[tuple[int, ...]]:
+        told = [chunk.start + 1 - len(chunk.request.prompt) for chunk in chunks]
+        return [(*self._answer[n : n + 1], 0)[: chunk.room] for n, chunk in zip(told, chunks, strict=True)]
+
+    def observe(self, *_: object) -> None:
+        pass
+
+
+def test_drafts(tiny: TinyModel, decoder: Decoder) -> None:
+    """Drafts that are tried behind a decode run through the kernels as a chunk does, and change no answer."""
+    ids = prompt(20, seed=7)
+    answer = ParityRank(decoder, record=False).generate({"a": ids}, max_tokens=8)["a"].output
+    rank = ParityRank(decoder, kernels=True, record=False, drafter=_Guesses(answer), draft_tokens=2)
+    request = rank.generate({"a": ids}, max_tokens=8)["a"]
+    stats = rank.scheduler.stats()
+    assert stats.drafted_tokens > sum(stats.accepted_tokens) >= 3
+    assert request.output == answer == greedy(tiny, request)
 
 
 class _Log(TorchDispatchMode):
