@@ -20,7 +20,7 @@ from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
 from engine_shim.model.needle_text import facts, haystack
 from engine_shim.model.tokenizer import read_card
-from engine_shim.types import Chunk, Request, Sampling
+from engine_shim.types import Chunk, Request, Sampling, WindowTails
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
 
@@ -79,6 +79,22 @@ def test_decodes_over_fixed_inputs(tiny: TinyModel, decoder: Decoder) -> None:
     for request in (*finished.values(), *requests.values()):
         assert request.output == greedy(tiny, request)
     assert rank.runner._graphs.sizes == [1, 2, 4]
+
+
+def test_rings(tmp_path: Path) -> None:
+    """Windows that go round in rings and are rebuilt: kernels look back no further than where that began."""
+    tiny = make_tiny_model("gemma3", tmp_path)
+    head = prompt(100, seed=8)
+    rank = ParityRank(
+        load_decoder(read_card(str(tiny.folder))), kernels=True, chunk_tokens=50, window_tails=WindowTails.RING
+    )
+    rank.generate({"first": head}, max_tokens=1)
+    request = rank.generate({"again": [*head, 9, 10, 11]}, max_tokens=3)["again"]
+    assert 0 < rank.rebuilt_positions < len(head)
+    expected = tiny.logits(request.tokens)[len(head) : -1]
+    actual = torch.stack([rank.logits["again"][row] for row in range(len(head), len(request.tokens) - 1)])
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert request.output == greedy(tiny, request)
 
 
 class _Guesses:
