@@ -258,8 +258,40 @@ def handed_out_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagePool, "allocate", bad)
 
 
+def tree_s_window_freed(patch: pytest.MonkeyPatch) -> None:
+    """A request lets go of window pages below the part that it owns: they are the tree's."""
+    slide = Windows.slide
+
+    def bad(self: Windows, entry: Any, *, at_prompt_end: bool) -> None:
+        entry.window_own_from = 0
+        slide(self, entry, at_prompt_end=at_prompt_end)
+
+    patch.setattr(Windows, "slide", bad)
+
+
+def stale_pages_kept(patch: pytest.MonkeyPatch) -> None:
+    """Full pages stay though no boundary in them can be used any more."""
+    patch.setattr(RadixCache, "_prune", lambda self, node: None)
+
+
+def lock_short_of_the_window(patch: pytest.MonkeyPatch) -> None:
+    """A lock covers one page less than the window."""
+    extent = WindowComponent.extent
+    patch.setattr(WindowComponent, "extent", lambda self, pages: max(0, extent(self, pages) - 1))
+
+
+def table_too_short(patch: pytest.MonkeyPatch) -> None:
+    """A step gets tables that are a page shorter than what it writes."""
+    extend = Memory.extend
+    patch.setattr(Memory, "extend", lambda self, entry, tokens: extend(self, entry, max(0, tokens - PAGE)))
+
+
 BUGS = [
     early_window_release,
+    tree_s_window_freed,
+    stale_pages_kept,
+    lock_short_of_the_window,
+    table_too_short,
     match_without_window,
     match_of_another_position,
     state_moves_on_split,
@@ -278,7 +310,7 @@ BUGS = [
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three runs ends with an alarm."""
     plant(monkeypatch)
-    with pytest.raises((IntegrityError, AssertionError, KeyError, ValueError)) as alarm:
+    with pytest.raises((IntegrityError, AssertionError, KeyError, ValueError, IndexError, PageError)) as alarm:
         collections.deque(map(drive, range(3)))
     assert "nothing was used again" not in str(alarm.value)
 

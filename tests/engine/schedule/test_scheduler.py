@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kv_memory import KvMemory, expected_output
 
+from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.types import (
     NULL_PAGE,
@@ -201,6 +202,13 @@ def test_the_third_request_reuses_a_fork_point() -> None:
     third = rank.add("c", head + numbers(20, start=3000))
     assert rank.finish() == [[("c", 40, 20)]]
     assert (first.cached_tokens, second.cached_tokens, third.cached_tokens) == (0, 0, 40)
+
+
+def test_without_a_stop_at_the_fork_nobody_would_reuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a prefill does not store at the fork, and the test above fails."""
+    monkeypatch.setattr(Entry, "stop_at", lambda self, tokens: None)
+    with pytest.raises(AssertionError):
+        test_the_third_request_reuses_a_fork_point()
 
 
 def test_a_long_prefill_needs_a_window_of_pages_only() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Callable
 
 import pytest
 
+from engine_shim.cache.component import Component
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.integrity import check_integrity
+from engine_shim.cache.integrity import IntegrityError, check_integrity
 from engine_shim.cache.radix import RadixCache
+from engine_shim.transfer import parcel
 from engine_shim.transfer.parcel import Parcel, known_pages, layout_name, pack, unpack
 from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind
 
@@ -170,6 +174,25 @@ def test_any_traffic(groups: tuple[CacheGroup, ...], seed: int) -> None:
         for rank in ranks:
             rank.check()
     assert sent
+
+
+def pages_one_off(patch: pytest.MonkeyPatch) -> None:
+    """Contents are taken to begin one page later than they do, as behind a prefix that was counted wrong."""
+    contents = parcel._contents
+    patch.setattr(parcel, "_contents", lambda *arguments: [*contents(*arguments)[1:], *contents(*arguments)[:1]])
+
+
+def evicted_while_entered(patch: pytest.MonkeyPatch) -> None:
+    """Room is made at the cost of what the parcel continues."""
+    patch.setattr(Component, "lock", lambda self, node: node.locks.__setitem__(self.index, node.locks[self.index] + 1))
+
+
+@pytest.mark.parametrize("plant", [pages_one_off, evicted_while_entered])
+def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the traffic above, which passes on clean code."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError, KeyError, ValueError)):
+        deque((test_any_traffic(LAYOUTS["all"], seed) for seed in range(12)), maxlen=0)
 
 
 def test_layouts_that_differ_have_different_names() -> None:
