@@ -13,7 +13,7 @@ name of its last unit, whose parent is inside the block and has never been store
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from router.wire.block_keys import block_keys
@@ -37,15 +37,16 @@ class Expected:
     tail: int = 0
     start: int | None = None
 
-    def before(self, event: BlockStored, *, unit_tokens: int) -> Sequence[int]:
-        """The chain's units before the event's blocks, if these are what it stores last; else none."""
+    def ends(self, event: BlockStored, *, unit_tokens: int) -> Iterable[int]:
+        """Units of the chain that the event's blocks may stand behind, the last first."""
         stride = event.block_tokens // unit_tokens
         last = len(self.keys) - len(self.keys) % stride - len(event.hashes) * stride
         first = last if self.start is None else min(last, self.start - self.start % stride)
-        for at in range(last, max(0, first - 1), -stride):
-            if self._continues(at, event.token_ids, unit_tokens):
-                return self.keys[:at]
-        return ()
+        return range(last, max(0, first - 1), -stride)
+
+    def before(self, event: BlockStored, *, unit_tokens: int, end: int) -> Sequence[int]:
+        """The chain's first units up to ``end``, if the event's blocks stand behind them; else none."""
+        return self.keys[:end] if self._continues(end, event.token_ids, unit_tokens) else ()
 
     def tail_of(self, event: BlockStored, *, unit_tokens: int) -> int | None:
         """The key of the unit that the event stores, if it is this prompt's last."""
@@ -89,13 +90,15 @@ class Adopted:
 
     def take(self, place: int, before: Sequence[int], *, new: Sequence[int]) -> None:
         """A place is behind others, of which the ``new`` ones are taken over with it."""
-        fresh, mine = frozenset(new), self.before.get(place, [])
-        is_mine = frozenset(mine).__contains__
-        taken = [each for each in before if (each in fresh or each in self.vouchers) and not is_mine(each)]
+        vouchers, fresh = self.vouchers, frozenset(new)
+        taken = [each for each in before if each in fresh or each in vouchers] if vouchers else list(new)
+        if mine := self.before.get(place):
+            is_mine = frozenset(mine).__contains__
+            taken = [each for each in taken if not is_mine(each)]
         for each in taken:
-            self.vouchers[each] = self.vouchers.get(each, 0) + 1
+            vouchers[each] = vouchers.get(each, 0) + 1
         if taken:
-            self.before[place] = [*mine, *taken]
+            self.before[place] = [*(mine or ()), *taken]
 
     def reuse(self, place: int, *, unknown_blocks: float) -> int | None:
         """The engine has reused all up to a place without a name. Returns a place that is let go of to make room."""

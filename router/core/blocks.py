@@ -13,7 +13,7 @@ from router.core.adoption import Adopted
 from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
-from router.core.provisional import DENSE, Provisional
+from router.core.provisional import Provisional
 from router.core.rank_state import Names, RankState
 from router.core.tables import CopyTable
 from router.core.usable import Geometry
@@ -131,7 +131,6 @@ class Blocks:
         if lacking:
             rank.adopted.is_used = True
             rank.blocks += len(lacking)
-            self.provisional.confirm(slot, DENSE, [ends[at] for at in lacking])
             if rank.pool is not None:
                 start = lacking[0]
                 rank.pool.stored(ends[start - 1] if start else None, ends[start:], new=len(lacking))
@@ -146,14 +145,10 @@ class Blocks:
                 if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
                     self._sparse[group].gain(slot, units[unit])
 
-    def _let_go(self, rank: RankState, slot: int, place: int) -> None:
+    def _let_go(self, rank: RankState, slot: int, place: int, *, with_itself: bool = False) -> None:
         """A place is gone, and with it what was taken over with it."""
-        for each in rank.adopted.let_go(place):
-            self._lose_taken(rank, slot, each)
-
-    def _let_go_nameless(self, rank: RankState, slot: int, place: int) -> None:
-        self._let_go(rank, slot, place)
-        self._lose_taken(rank, slot, place)
+        taken = rank.adopted.let_go(place)
+        self._lose_taken(rank, slot, [*taken, place] if with_itself else taken)
 
     def _name_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
         """Blocks that had been taken over were stored after all: that is the one copy of them."""
@@ -162,12 +157,14 @@ class Blocks:
                 rank.chains.lose(slot, place)
                 self._lose_taken_sparse(rank, slot, place)
 
-    def _lose_taken(self, rank: RankState, slot: int, place: int) -> None:
-        self._lose_taken_sparse(rank, slot, place)
-        if (key := self._runs.key(place)) is not None and rank.chains.lose(slot, place):
-            rank.blocks -= 1
-            if rank.pool is not None:
-                rank.pool.removed((key,), copies=0)
+    def _lose_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
+        keys = {place: key for place in places if (key := self._runs.key(place)) is not None}
+        for place in keys:
+            self._lose_taken_sparse(rank, slot, place)
+        lost = rank.chains.lose_all(slot, keys)
+        rank.blocks -= len(lost)
+        if rank.pool is not None:
+            rank.pool.removed([keys[place] for place in lost], copies=0)
 
     def _lose_taken_sparse(self, rank: RankState, slot: int, place: int) -> None:
         if (key := self._runs.key(place)) is not None:

@@ -173,6 +173,22 @@ class Chains:
         self._trim(run)
         return True
 
+    def lose_all(self, slot: int, places: Iterable[int]) -> list[int]:
+        """Take a copy of each away, on the device. Returns the places of those that were the rank's last there."""
+        lost: list[int] = []
+        by_run: dict[Run, list[int]] = {}
+        for place in places:
+            run, at = self._runs.at(place)
+            if (copy := (slot, GPU, place)) in self._copies:
+                self._count_copy(copy, -1)
+            elif run is not None and run.device.holds(slot, at):
+                by_run.setdefault(run, []).append(at)
+                lost.append(place)
+        for run, gone in by_run.items():
+            run.device.lose_all(slot, gone)
+            self._trim(run)
+        return lost
+
     def _count_copy(self, copy: tuple[int, str, int], change: int) -> None:
         slot, tier, _ = copy
         count = self._copies.get(copy, 0) + change

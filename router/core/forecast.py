@@ -14,6 +14,7 @@ none, it is the most that was held when a block had to go.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Allocation:
     """
 
     pool: Pool
-    keys: Sequence[int]
+    keys: array[int]
     blocks: int
     awaited: int | None = None
     is_running: bool = True
@@ -63,7 +64,7 @@ class Pool:
 
     def sent(self, keys: Sequence[int], *, blocks: int) -> Allocation:
         """A request is on its way to the rank."""
-        allocation = Allocation(self, keys, blocks)
+        allocation = Allocation(self, array("Q", keys), blocks)
         self._wait(allocation)
         return allocation
 
@@ -84,7 +85,7 @@ class Pool:
         self._running.pop(allocation, None)
         self._forecast = None
         allocation.is_running = False
-        allocation.keys, allocation.blocks = keys, len(keys)
+        allocation.keys, allocation.blocks = array("Q", keys), len(keys)
         if self._order.use(keys) < len(keys):
             self._wait(allocation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -52,6 +52,13 @@ class Holders:
         else:
             self._set_bits(slot, self.bits(slot) & ~(1 << at))
         return True
+
+    def lose_all(self, slot: int, places: Iterable[int]) -> None:
+        """A slot loses blocks that it holds."""
+        gone = 0
+        for at in places:
+            gone |= 1 << at
+        self._set_bits(slot, self.bits(slot) & ~gone)
 
     def drop(self, slot: int) -> None:
         """A slot holds nothing of the run any more."""

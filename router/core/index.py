@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import nlargest
+from itertools import islice
 
 from router.core.adoption import Expected
 from router.core.chains import Chains, Step
@@ -16,6 +17,7 @@ from router.core.forecast import Pool
 from router.core.provisional import DENSE, Ticket
 from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
+from router.core.sharing import shared_blocks
 from router.core.usable import Mask, Rule, boundary, slots_of
 
 #: Events that wait for their parent are looked at again for each new prompt, no more than so many.
@@ -73,8 +75,8 @@ class PrefixIndex(Residency):
 
     def _place_orphans(self, rank: RankState, slot: int, chain: Expected) -> None:
         """See whether those that came last are of a chain that has become known since."""
-        for parent, events in list(rank.orphans.items())[-_RETRIED_ORPHANS:]:
-            if parent in rank.orphans and self._adopt(rank, slot, events[0], chain) is not None:
+        for parent, events in [*islice(reversed(rank.orphans.items()), _RETRIED_ORPHANS)]:
+            if parent in rank.orphans and self._adopt(rank, slot, events[0], (chain,)) is not None:
                 del rank.orphans[parent]
                 for event in events:
                     self._store_dense(rank, slot, event)
@@ -127,6 +129,16 @@ class PrefixIndex(Residency):
             return {}
         found = self._depths(keys, prompt_tokens, below=True)
         return {slot: depth * self.block_tokens for slot, depth in found.items()}
+
+    def shared_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> int:
+        """Tokens from the start of a prompt that belong to other conversations as well, as far as blocks tell."""
+        limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)
+        shared = 0
+        for stride, chains in self._chains.items():
+            path = chains.path(keys[stride - 1 :: stride], limit=limit // stride)
+            block_tokens = stride * self.block_tokens
+            shared = max(shared, shared_blocks(path, block_tokens=block_tokens) * block_tokens)
+        return shared
 
     def _depths(self, keys: Sequence[int], prompt_tokens: int, *, below: bool = False) -> dict[int, int]:
         """Dense units from the start that each rank holds, or will. ``below``: on whatever tier."""

@@ -10,7 +10,7 @@ so that a second request for the same prompt, in the same instant, finds it. Eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.core.adoption import Expected
@@ -45,13 +45,13 @@ class Provisional:
         self.sparse: dict[int, dict[int, int]] = {}
         self._entries: dict[int, _Entry] = {}
         self._by_slot: dict[int, set[int]] = {}
-        self._owners: dict[tuple[int, int, int], list[int]] = {}
+        self._owners: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}  # tickets by block, by slot and group
         self._fulfilled: list[int] = []
         self._expected: dict[int, dict[int, Expected]] = {}
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return sum(map(len, self._owners.values()))
 
     def add(self, slot: int, promised: Mapping[int, Sequence[int]], *, expected: Expected | None = None) -> Ticket:
         """Promise blocks of a rank: keys by group, ``DENSE`` for the chain itself, in the order of the prompt.
@@ -66,12 +66,16 @@ class Provisional:
         self._by_slot.setdefault(slot, set()).add(ticket.number)
         if expected is not None:
             self._expected.setdefault(slot, {})[ticket.number] = expected
-        bit = 1 << slot
+        bit, mine = 1 << slot, (ticket.number,)
         for group, keys in promised.items():
-            table = self._table(group)
+            table, owners = self._table(group), self._owners.setdefault((slot, group), {})
+            if table.keys().isdisjoint(keys):  # what nobody else has promised goes in as a whole
+                table.update(dict.fromkeys(keys, bit))
+                owners.update(dict.fromkeys(keys, mine))
+                continue
             for key in keys:
                 table[key] = table.get(key, 0) | bit
-                self._owners.setdefault((slot, group, key), []).append(ticket.number)
+                owners[key] = owners.get(key, ()) + mine
         return ticket
 
     def waits(self, slot: int) -> Callable[[int], bool]:
@@ -79,17 +83,20 @@ class Provisional:
         promised, bit = self.dense, 1 << slot
         return lambda key: bool(promised.get(key, 0) & bit)
 
-    def expected(self, slot: int) -> Collection[Expected]:
-        """The chains that a rank is to store, in the order in which they were promised."""
-        return self._expected.get(slot, {}).values()
+    def expected(self, slot: int) -> Iterator[Expected]:
+        """The chains that a rank is to store, those promised last first."""
+        return reversed(self._expected.get(slot, {}).values())
 
     def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
         """An event said that these blocks are resident."""
         if slot not in self._by_slot:
             return
+        owned = self._owners.get((slot, group))
+        if not owned:
+            return
         table = self._table(group)
         for key in keys:
-            owners = self._owners.pop((slot, group, key), None)
+            owners = owned.pop(key, None)
             if owners is None:
                 continue
             _clear_bit(table, key, 1 << slot)
@@ -133,15 +140,16 @@ class Provisional:
         if not siblings:
             del self._by_slot[entry.slot]
         for group, keys in entry.keys.items():
-            table = self._table(group)
+            table, owned = self._table(group), self._owners[entry.slot, group]
             for key in keys:
-                owners = self._owners.get((entry.slot, group, key))
+                owners = owned.get(key)
                 if owners is None or number not in owners:  # confirmed since
                     continue
-                owners.remove(number)
-                if not owners:
-                    del self._owners[entry.slot, group, key]
+                if len(owners) == 1:
+                    del owned[key]
                     _clear_bit(table, key, 1 << entry.slot)
+                else:
+                    owned[key] = tuple([other for other in owners if other != number])
 
     def _table(self, group: int) -> dict[int, int]:
         return self.dense if group == DENSE else self.sparse.setdefault(group, {})

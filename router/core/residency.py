@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from router.core.adoption import Expected
 from router.core.blocks import Blocks
@@ -21,6 +22,8 @@ from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, B
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
+#: Places of chains in flight that an event without a known parent is held against, those sent last first.
+MOST_TRIED = 128
 
 
 class Residency(Blocks):
@@ -85,9 +88,7 @@ class Residency(Blocks):
         parent = None if event.parent is None else rank.names.places.get(event.parent)
         parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
-            chains = reversed([*self.provisional.expected(slot)])
-            adopted = (self._adopt(rank, slot, event, chain) for chain in chains)
-            parent = next((place for place in adopted if place is not None), None)
+            parent = self._adopt(rank, slot, event, self.provisional.expected(slot))
             parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
             rank.wait_for_parent(event.parent, event)
@@ -235,7 +236,7 @@ class Residency(Blocks):
             if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
                 self._lose_sparse(rank, slot, name, TAILS)
             elif tier == GPU and not rank.drop_orphan(name) and (gone := rank.adopted.removed_unknown()) is not None:
-                self._let_go_nameless(rank, slot, gone)
+                self._let_go(rank, slot, gone, with_itself=True)
             return None
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
@@ -257,10 +258,15 @@ class Residency(Blocks):
 
     # --- what is placed by the prompts that were sent ----------------------------------------------
 
-    def _adopt(self, rank: RankState, slot: int, event: BlockStored, chain: Expected) -> int | None:
+    def _adopt(self, rank: RankState, slot: int, event: BlockStored, chains: Iterable[Expected]) -> int | None:
         """Place the event's unknown parent, and what is before it: the rank has all of that."""
-        units = () if self.namespaces else chain.before(event, unit_tokens=self.block_tokens)
-        if not units or event.parent is None:
+        if self.namespaces or event.parent is None:
+            return None
+        unit = self.block_tokens
+        places = ((chain, end) for chain in chains for end in chain.ends(event, unit_tokens=unit))
+        tried = ((chain, chain.before(event, unit_tokens=unit, end=end)) for chain, end in islice(places, MOST_TRIED))
+        chain, units = next(((chain, units) for chain, units in tried if units), (None, ()))
+        if chain is None:
             return None
         taken = self._take_over(rank, slot, units[rank.stride - 1 :: rank.stride])
         if taken is None:
@@ -293,7 +299,7 @@ class Residency(Blocks):
             pool_blocks = None if rank.pool is None else rank.pool.blocks
             unknown_blocks = math.inf if pool_blocks is None else max(0, pool_blocks - self._copies(slot))
             if (gone := rank.adopted.reuse(place, unknown_blocks=unknown_blocks)) is not None:
-                self._let_go_nameless(rank, slot, gone)
+                self._let_go(rank, slot, gone, with_itself=True)
 
     def _heal(self, rank: RankState, slot: int, parent: int) -> None:
         """What is stored behind a block shows that all before it is there, whatever removals there were of copies."""

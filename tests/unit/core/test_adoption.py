@@ -10,6 +10,7 @@ from router.core.adoption import Adopted
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
+from router.core.residency import MOST_TRIED
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockRemoved, BlockStored
 
@@ -90,6 +91,31 @@ def test_other_tokens_find_no_place(index: PrefixIndex) -> None:
 
     assert reusable(index, TOKENS) == 0
     assert index.orphans(0) == 1
+
+
+def test_an_event_is_held_against_so_many_chains_and_no_more(
+    index: PrefixIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those promised last come first; one promised long before all of them is not found."""
+    hashed = 0
+
+    def counted(*args: Any, **options: Any) -> list[int]:
+        nonlocal hashed
+        hashed += 1
+        return block_keys(*args, **options)
+
+    monkeypatch.setattr("router.core.adoption.block_keys", counted)
+    promise(index, TOKENS)
+    others = [(*TOKENS[:8], last, 1, 2, 3) for last in range(1000, 1000 + MOST_TRIED)]
+    for other in others:
+        promise(index, other)
+
+    index.apply(0, stored(TOKENS, 4))
+    assert hashed == MOST_TRIED
+    assert index.orphans(0) == 2
+    index.apply(0, stored(others[-1], 4))
+    assert hashed == MOST_TRIED + 2
+    assert index.orphans(0) == 2
 
 
 def test_a_full_index_takes_nothing_over() -> None:

@@ -72,6 +72,16 @@ class ChainsMachine(RuleBasedStateMachine):
         lost = self.chains.lose(slot, self.places[prefix], tier=tier)
         assert lost == (self.held[slot, tier, prefix] == 0)
 
+    @rule(slot=st.sampled_from(SLOTS), texts=st.sets(PREFIXES, max_size=4))
+    def lose_some(self, slot: int, texts: set[str]) -> None:
+        """One copy of each on the device, whether it is held there or not."""
+        known = {prefix: self.places[prefix] for prefix in texts if self.known(prefix)}
+        lost = self.chains.lose_all(slot, known.values())
+        gone = {prefix for prefix in known if self.held[slot, "GPU", prefix] == 1}
+        assert set(lost) == {known[prefix] for prefix in gone}
+        for prefix in known:
+            self.held[slot, "GPU", prefix] -= self.held[slot, "GPU", prefix] > 0
+
     @rule(slot=st.sampled_from(SLOTS), tier=TIER, prefix=PREFIXES)
     def lose_what_is_not_there(self, slot: int, tier: str, prefix: str) -> None:
         """Nothing happens."""
