@@ -10,12 +10,12 @@ import os
 
 from setuptools import setup
 
-#: What runs for each request, and for each cache event. Left out are ``core/types``, whose classes others derive from;
-#: what msgspec reads annotations of; and ``eager``, whose coroutine must be an interpreted one.
+#: What runs for each request, and for each cache event. Left out are what msgspec reads
+#: annotations of, and ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
         "breaker cost fair_queue forecast index keys load namespaces pace pd policy provisional rank_state recency "
-        "retry ring seen session tables usable"
+        "retry ring seen session tables types usable"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (

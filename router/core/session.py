@@ -52,12 +52,14 @@ _HEADERS = (
     "x-opencode-session",
     "x-grok-conv-id",
 )
-_NAMES = frozenset(_HEADERS)
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
 _PARENT_HEADERS = ("x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id")
 #: The agent of a conversation that says no more than that it has a parent.
 _CHILD = "child"
 _LATE_HEADERS = ("x-correlation-id",)
+#: A request carries one of them, or two: those are found at once, and then put in order.
+_ORDER = {name: place for place, name in enumerate((*_AGENT_HEADERS, *_PARENT_HEADERS, *_HEADERS, *_LATE_HEADERS))}
+_SIGNALS = frozenset(_ORDER)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
 #: A parent's session is somebody else's: it must not name its child's.
@@ -71,26 +73,25 @@ def identify(
     headers: Mapping[str, str], fields: Mapping[str, Any], *, tenant: str, first: Sequence[str] = ()
 ) -> SessionKey | None:
     """Name the session of a request, or None if nothing names it. ``headers`` has lower-case names."""
-    agent = ""
-    for name in _AGENT_HEADERS:
-        if value := headers.get(name):
+    agent, named, late = "", "", ""
+    for name in sorted(_SIGNALS.intersection(headers), key=_ORDER.__getitem__):
+        value = headers[name]
+        if name in _AGENT_HEADERS:
             agent = _clean(value)
-            break
-    else:
-        if any(headers.get(name) for name in _PARENT_HEADERS):
-            agent = _CHILD
+        elif name in _PARENT_HEADERS:
+            agent = agent or (_CHILD if value else "")
+        elif name in _LATE_HEADERS:
+            late = late or value
+        else:
+            named = named or value
     for name in map(str.lower, first):
-        if name not in _CREDENTIALS and (value := headers.get(name)):
-            return SessionKey(tenant, _clean(value), agent)
-    for name in _HEADERS if not _NAMES.isdisjoint(headers) else ():
-        if value := headers.get(name):
-            return SessionKey(tenant, _clean(value), agent)
-    for name, value in headers.items():
-        if value and _VENDOR_SESSION.match(name):
-            return SessionKey(tenant, _clean(value), agent)
-    for name in _LATE_HEADERS:
-        if value := headers.get(name):
-            return SessionKey(tenant, _clean(value), agent)
+        if name not in _CREDENTIALS and (value := headers.get(name, "")):
+            named = value
+            break
+    if not named:
+        named = next((value for name, value in headers.items() if value and _VENDOR_SESSION.match(name)), late)
+    if named:
+        return SessionKey(tenant, _clean(named), agent)
     if (session := _from_body(fields)) is not None:
         return SessionKey(tenant, _clean(session), agent)
     if (head := conversation_head(fields)) is not None:

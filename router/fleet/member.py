@@ -52,6 +52,11 @@ class Member:
     held: HeldBack | None = None
     stored_events: int = 0
     cards: Mapping[str, ModelCard] = field(default_factory=dict)
+    #: It computes prompts only. Asked for several times a request.
+    is_prefill: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_prefill = self.target.part.role is WorkerRole.PREFILL
 
     @property
     def is_deaf(self) -> bool:

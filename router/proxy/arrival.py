@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from structlog.typing import FilteringBoundLogger
 
@@ -63,7 +62,7 @@ class Arrivals:
 class Arrival:
     """One request that has not been sent yet."""
 
-    __slots__ = ("_arrivals", "_exchange", "_leave", "_outbound", "_timer")
+    __slots__ = ("_arrivals", "_exchange", "_held", "_leave", "_outbound", "_timer")
 
     def __init__(self, arrivals: Arrivals, exchange: Exchange) -> None:
         self._arrivals = arrivals
@@ -72,6 +71,7 @@ class Arrival:
         #: Ends what is being waited for.
         self._leave: Callable[[], object] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._held: Prepared | None = None
 
     def begin(self) -> None:
         """Take it on."""
@@ -153,9 +153,10 @@ class Arrival:
         assert outbound is not None
         if prepared.model != outbound.inference.model:  # an alias
             outbound.inference = openai.with_model(outbound.inference, prepared.model)
-        held = self._arrivals.forwarder.brain.hold(prepared, partial(self._guarded, partial(self._send, prepared)))
+        self._held = prepared
+        held = self._arrivals.forwarder.brain.hold(prepared, self._released)
         if held is None:
-            return self._send(prepared)
+            return self._send()
         settings, loop = self._arrivals.settings, self._exchange.client.loop
         self._leave = held.leave
         self._timer = loop.call_later(settings.hold_seconds, self._held_too_long)
@@ -166,10 +167,14 @@ class Arrival:
     def _held_too_long(self) -> None:
         self._give_up(refusal("The request was held too long for want of cache.", code="held_too_long"))
 
-    def _send(self, prepared: Prepared) -> None:
+    def _released(self) -> None:
+        self._guarded(self._send)
+
+    def _send(self) -> None:
+        prepared, forwarder = self._held, self._arrivals.forwarder
+        assert prepared is not None
         assert self._outbound is not None
         self._stop()
-        forwarder = self._arrivals.forwarder
         kind = PairForwarding if prepared.is_splittable else Forwarding
         kind(forwarder, self._exchange, prepared, self._outbound).begin()
 

@@ -46,6 +46,7 @@ class RouterBrain(Models):
         super().__init__(fleet)
         self._settings = settings
         self._metrics = metrics
+        self._decision_seconds = metrics.decision_seconds.labels()
         self._policy = make_role_policy(
             settings.policy, CostParameters(move_weight=settings.move_weight), agree=fleet.shared.is_shared
         )
@@ -188,7 +189,7 @@ class RouterBrain(Models):
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
         decision = self._decide(request, now=now)
-        self._metrics.decision_seconds.observe(fleet.clock() - now)
+        self._decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()

@@ -38,6 +38,7 @@ class Exchange:
         "_ticking",
         "client",
         "endpoint",
+        "id_line",
         "is_held_open",
         "on_finish",
         "priority",
@@ -63,6 +64,8 @@ class Exchange:
         self.request = request
         self.client = client
         self.request_id = request_id
+        #: The header that tells the client its request's id.
+        self.id_line = b"%b: %b\r\n" % (names.REQUEST_ID, request_id)
         self.started_seconds = client.clock()
         self.endpoint = endpoint
         self.tenant = TENANT
@@ -84,11 +87,6 @@ class Exchange:
     def dialect(self) -> Dialect:
         """In whose shape the client is told of errors."""
         return self.endpoint.dialect if self.endpoint is not None else Dialect.OPENAI
-
-    @property
-    def id_line(self) -> bytes:
-        """The header that tells the client its request's id."""
-        return b"%b: %b\r\n" % (names.REQUEST_ID, self.request_id)
 
     # --- while it lasts -------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from router.core.load import Claim
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
 from router.core.session import Binding, SessionTable
-from router.core.types import Decision, RankStatus, WorkerRole
+from router.core.types import Decision, RankStatus
 from router.fleet.decisions import Attempted, DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -44,7 +44,7 @@ class Leases:
 
     def _homes(self, member: Member) -> SessionTable:
         """Where it is noted which rank of this role a session used last."""
-        return self._fleet.prompts if member.target.part.role is WorkerRole.PREFILL else self._fleet.sessions
+        return self._fleet.prompts if member.is_prefill else self._fleet.sessions
 
     def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
         assert prepared.session is not None, "only a session has a home"
@@ -71,7 +71,7 @@ class Leases:
         binding = None
         if prepared.session is not None:
             binding = self._homes(member).start(prepared.model, prepared.session, slot=decision.slot, now=now)
-            if member.target.part.role is not WorkerRole.PREFILL:
+            if not member.is_prefill:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
         lease.allocation = self._promises.sent(member, prepared)
@@ -82,7 +82,7 @@ class Leases:
         return lease
 
     def first_byte(self, lease: Lease) -> None:
-        if lease.noted is not None and lease.member.target.part.role is not WorkerRole.PREFILL:
+        if lease.noted is not None and not lease.member.is_prefill:
             lease.noted.first_token_seconds = self.clock() - lease.noted.started
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
@@ -97,7 +97,7 @@ class Leases:
     def close(self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
         now = self.clock()
         prepared = lease.prepared
-        is_prefill = lease.member.target.part.role is WorkerRole.PREFILL
+        is_prefill = lease.member.is_prefill
         is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
         self._fleet.loads.close(lease.claim, now=now)
         if self._fleet.knows(lease.member):

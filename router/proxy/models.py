@@ -155,12 +155,10 @@ class Models:
     def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
         """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
         is_adapter = model in self._adapters or any(model in index.adapters for index in self._fleet.indexes(model))
-        salt, extra = (
-            value if isinstance(value := fields.get(name), str) else "" for name in ("cache_salt", "extra_key")
-        )
-        parts = (model if is_adapter else "", salt)
-        plain = namespace_seed(*parts)
-        return (namespace_seed(*parts, extra), plain) if extra else (plain, None)
+        salt, extra = fields.get("cache_salt"), fields.get("extra_key")
+        adapter, salt = model if is_adapter else "", salt if isinstance(salt, str) else ""
+        plain = namespace_seed(adapter, salt)
+        return (namespace_seed(adapter, salt, extra), plain) if extra and isinstance(extra, str) else (plain, None)
 
 
 def _no_such_model(name: str) -> NotFound:

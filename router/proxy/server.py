@@ -64,7 +64,9 @@ class ClientConnection:
     def __init__(self, door: Door) -> None:
         self._door = door
         settings = door.settings
-        self._settings = settings
+        self._keepalive_seconds = settings.keepalive_seconds
+        self._header_seconds = settings.header_timeout_seconds
+        self._body_seconds = settings.body_timeout_seconds
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader(
             max_head_bytes=settings.max_header_bytes,
@@ -96,7 +98,7 @@ class ClientConnection:
         # uvloop's transports are not subclasses of asyncio's, so no isinstance can tell.
         self._transport = cast("asyncio.Transport", transport)
         self._door.entered(self)
-        self._watchdog.set(self._settings.keepalive_seconds)
+        self._watchdog.set(self._keepalive_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -144,9 +146,9 @@ class ClientConnection:
     def _phase_changed(self, phase: Phase) -> None:
         self._phase = phase
         if phase is Phase.HEAD:
-            self._watchdog.set(self._settings.header_timeout_seconds)
+            self._watchdog.set(self._header_seconds)
         elif phase is Phase.BODY:
-            self._watchdog.set(self._settings.body_timeout_seconds)
+            self._watchdog.set(self._body_seconds)
             self._send_continue()
         else:
             self._watchdog.clear()
@@ -233,9 +235,9 @@ class ClientConnection:
         if self._draining:
             self.close()
         elif self._queue:  # the client pipelines requests but does not read the answers
-            self._watchdog.set(self._settings.body_timeout_seconds)
+            self._watchdog.set(self._body_seconds)
         elif self._phase is Phase.IDLE:
-            self._watchdog.set(self._settings.keepalive_seconds)
+            self._watchdog.set(self._keepalive_seconds)
         else:
             self._send_continue()
 
@@ -254,7 +256,7 @@ class ClientConnection:
         """Close when all that is written has been sent, or cannot be sent in time."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
-            self._watchdog.set(self._settings.body_timeout_seconds)
+            self._watchdog.set(self._body_seconds)
 
     def abort(self) -> None:
         """Close at once, whatever has not been sent."""

@@ -88,12 +88,13 @@ class UpstreamConnection:
 
     def __init__(self, pool: UpstreamPool, address: Address) -> None:
         self._pool = pool
-        self._settings = pool.settings
         self._loop = asyncio.get_running_loop()
         self._address = address
         self._parser = httptools.HttpResponseParser(self)
         self._watchdog = Watchdog(self._loop, self._expired)
-        self._look_seconds = min(_LOOK_SECONDS, self._settings.first_byte_seconds)
+        self._look_seconds = min(_LOOK_SECONDS, pool.settings.first_byte_seconds)
+        self._idle_seconds = pool.settings.idle_seconds
+        self._keepalive_seconds = pool.settings.keepalive_seconds
         self._sent_seconds = 0.0
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -136,7 +137,7 @@ class UpstreamConnection:
         if self._paused and self._transport is not None and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
-            self._watchdog.set(self._settings.idle_seconds)
+            self._watchdog.set(self._idle_seconds)
 
     def close(self) -> None:
         """End the connection at once; the worker sees it and aborts. The receiver is told nothing more."""
@@ -166,7 +167,7 @@ class UpstreamConnection:
         """Wait in the pool, for a shorter time than the worker would."""
         self._receiver = None
         self.resume()
-        self._watchdog.set(self._settings.keepalive_seconds)
+        self._watchdog.set(self._keepalive_seconds)
 
     # --- called by the loop ---------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class UpstreamConnection:
         pieces = self._pieces
         if pieces:
             self._pieces = []
-            self._watchdog.set(self._settings.idle_seconds)
+            self._watchdog.set(self._idle_seconds)
         elif not self._complete:
             return
         if not self._begun and self._receiver is not None:

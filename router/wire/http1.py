@@ -43,6 +43,9 @@ class RequestHead:
     headers: list[Header]
     chunks: bool
     keep_alive: bool
+    path: bytes
+    #: The client's own name for its requests, if it is one that can be passed on.
+    request_id: bytes | None
     #: What goes on to a worker, once it has been written; see ``headers.ForwardingRules``.
     forwarded: bytes | None
     _text: dict[str, str] | None
@@ -55,6 +58,8 @@ class RequestHead:
         self.headers = headers
         self.chunks = chunks
         self.keep_alive = keep_alive
+        self.path = target.partition(b"?")[0]
+        self.request_id = names.acceptable_request_id(names.first(headers, names.REQUEST_ID))
         self.forwarded = None
         self._text = None
 

@@ -54,7 +54,7 @@ class InferenceRequest(Frozen, frozen=True):
     model: str
     stream: bool
     max_tokens: int | None
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     body: bytes
     chat: Mapping[str, Any] | None = None
     prompt: Any = None
@@ -93,7 +93,7 @@ def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
     )
 
 
-def _checked_prompt(endpoint: Endpoint, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, object]:
+def _checked_prompt(endpoint: Endpoint, fields: dict[str, Any]) -> tuple[Mapping[str, Any] | None, object]:
     """``chat`` and ``prompt`` of a request. Raises ``BadRequest`` where its prompt is missing or ill-typed."""
     match endpoint:
         case Endpoint.CHAT:
@@ -165,7 +165,7 @@ def _check_prompt(prompt: object, *, name: str) -> None:
         )
 
 
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+def _max_tokens(fields: dict[str, Any]) -> int | None:
     """The newer name wins, as engines have it. Ill-typed values are for the engine to refuse."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = fields.get(name)
