@@ -134,7 +134,7 @@ class ServerSettings(_Slice):
         30.0, description="Then no more come in, and answers may end for so long."
     )
     max_connections: Annotated[int, Field(ge=0)] = Field(
-        0, description="Clients connected at once; more are refused. 0: no limit but the system's."
+        0, description="Clients connected at once; more are refused. 0: half of the files the process may open."
     )
     max_connections_per_address: Annotated[int, Field(ge=0)] = Field(
         0, description="The same from one address. 0: no limit, as behind a load balancer."

@@ -65,7 +65,7 @@ class Exchange:
         self.client = client
         self.request_id = request_id
         #: The header that tells the client its request's id.
-        self.id_line = b"%b: %b\r\n" % (names.REQUEST_ID, request_id)
+        self.id_line = names.id_line(request_id)
         self.started_seconds = client.clock()
         self.endpoint = endpoint
         self.tenant = TENANT

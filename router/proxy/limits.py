@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
+from typing import Final
 
 from router.errors import NoWorker, RequestError, TooManyRequests
+
+#: Open files that are not connections of clients or to workers: listeners, probes, event streams.
+_OTHER_FILES: Final = 128
+
+
+def connections_allowed() -> int:
+    """As many as there may be open files for, each with one to a worker: beyond that, workers would seem dead."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (files - _OTHER_FILES) // 2) if files != resource.RLIM_INFINITY else 0
 
 
 class ConnectionLimits:

@@ -7,7 +7,9 @@ import contextlib
 import json
 import random
 import ssl
+from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, cast
 from urllib.parse import unquote_to_bytes
 
@@ -19,23 +21,23 @@ from router.proxy.arrival import Arrivals
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder
 from router.proxy.instruments import Instruments
-from router.proxy.limits import ConnectionLimits
+from router.proxy.limits import ConnectionLimits, connections_allowed
 from router.proxy.server import ClientConnection
+from router.proxy.tls_door import TlsDoor
 from router.proxy.types import Brain
 from router.proxy.upstream import UpstreamPool
 from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire import headers as names
-from router.wire.http1 import HttpRequest, RequestHead
+from router.wire.headers import Header
+from router.wire.http1 import HttpRequest, RequestHead, RequestReader
 from router.wire.known_heads import KnownHeads
 from router.wire.openai import Endpoint
 
 _BACKLOG: Final = 4096
 #: A few turns of the loop, in which cancelled tasks and closed connections end.
 _HANGING_UP_SECONDS: Final = 0.02
-#: How long a client may take to say goodbye in TLS; many never do.
-_TLS_GOODBYE_SECONDS: Final = 2.0
 #: How long the last words of a drain may take to be sent.
 _LAST_WORDS_SECONDS: Final = 1.0
 
@@ -93,7 +95,8 @@ class DataPlane:
         self._tls = tls
         self._tracing = tracing
         self._limits = ConnectionLimits(
-            total=server_settings.max_connections, per_address=server_settings.max_connections_per_address
+            total=server_settings.max_connections or connections_allowed(),
+            per_address=server_settings.max_connections_per_address,
         )
         self._addresses: dict[ClientConnection, str] = {}
         self._brain = brain
@@ -126,17 +129,23 @@ class DataPlane:
         """Listen; returns the port. Raises ``OSError`` if the address cannot be had."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: cast("asyncio.Protocol", ClientConnection(self)),
-            self.settings.host,
-            self.settings.port,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=self.settings.header_timeout_seconds if self._tls is not None else None,
-            ssl_shutdown_timeout=_TLS_GOODBYE_SECONDS if self._tls is not None else None,
+            partial(self._open, self._tls), self.settings.host, self.settings.port, backlog=_BACKLOG
         )
         # Not a tuple, as is declared: uvloop's is a list.
         port: int = cast("Any", self._server).sockets[0].getsockname()[1]
         return port
+
+    def _open(self, tls: ssl.SSLContext | None) -> asyncio.Protocol:
+        """What speaks with a client that connects."""
+        if tls is None:
+            return cast("asyncio.Protocol", ClientConnection(self))
+        return TlsDoor(
+            tls,
+            partial(ClientConnection, self),
+            admit=lambda address: self._limits.admit(address) is None,
+            release=self._limits.release,
+            seconds=self.settings.header_timeout_seconds,
+        )
 
     def retire(self) -> None:
         """Be ready no more, and serve whoever comes all the same until ``drain``."""
@@ -202,11 +211,22 @@ class DataPlane:
         if midway:
             self._instruments.disconnects.inc()
 
-    def refused(self, error: RequestError, target: bytes) -> Dialect:
+    def screen(self, head: RequestHead) -> RequestError | None:
+        """Who has no key is told so before the body has been read."""
+        if self._keyring is None or ROUTES.get(head.target.partition(b"?")[0]) in _PROBES:
+            return None
+        try:
+            self._keyring.admit(names.presented_keys(head.headers), Role.DATA)
+        except RequestError as error:
+            return error
+        return None
+
+    def refused(self, error: RequestError, reader: RequestReader) -> tuple[Dialect, bytes]:
         self._instruments.error(error.code)
         self._instruments.request(b"", error.status, seconds=0.0)
-        route = ROUTES.get(target.partition(b"?")[0])
-        return route.dialect if isinstance(route, Endpoint) else Dialect.OPENAI
+        route = ROUTES.get(reader.target.partition(b"?")[0])
+        dialect = route.dialect if isinstance(route, Endpoint) else Dialect.OPENAI
+        return dialect, names.id_line(self._request_id(reader.headers))
 
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request, now or later."""
@@ -217,7 +237,7 @@ class DataPlane:
             request,
             client,
             self._instruments,
-            request_id=names.acceptable_request_id(names.first(head.headers, names.REQUEST_ID)) or self._new_id(),
+            request_id=self._request_id(head.headers),
             path=path if route is not None else b"",
             endpoint=route if type(route) is Endpoint else None,
         )
@@ -281,8 +301,10 @@ class DataPlane:
         exchange.client.end()
         exchange.finish()
 
-    def _new_id(self) -> bytes:
-        return b"req-%032x" % self._ids.getrandbits(128)
+    def _request_id(self, headers: Sequence[Header]) -> bytes:
+        """The client's own, if it has one that can be passed on."""
+        given = names.acceptable_request_id(names.first(headers, names.REQUEST_ID))
+        return given or b"req-%032x" % self._ids.getrandbits(128)
 
 
 def _model_name(target: bytes) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
-from router.errors import Dialect, RequestError, RequestTimeout, to_answer
+from router.errors import Dialect, NoWorker, RequestError, RequestTimeout, to_answer
 from router.proxy.watchdog import Watchdog
 from router.settings import ServerSettings
 from router.wire import http1
 from router.wire.http1 import HttpRequest, Phase, RequestHead, RequestReader
 from router.wire.known_heads import KnownHeads
 
-#: Pipelined requests that may wait behind the one being served; then the client is read no further.
+#: Pipelined requests that may wait behind the one being served, and bytes of their bodies, the one that is being read
+#: among them; then the client is read no further.
 _MAX_QUEUED = 8
+_MAX_QUEUED_BYTES = 1024 * 1024
 #: After a refusal the client may still be sending. Closing at once would reset the connection under the answer.
 _LINGER_SECONDS = 2.0
+_READING: Final = frozenset({Phase.HEAD, Phase.BODY})
 
 
 class Serving(Protocol):
@@ -44,8 +47,14 @@ class Door(Protocol):
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request through ``client``, then call its ``finished``. What takes time is attached to it."""
 
-    def refused(self, error: RequestError, target: bytes) -> Dialect:
-        """A request for ``target`` is answered with ``error`` before it reaches ``serve``. Returns in whose shape."""
+    def screen(self, head: RequestHead) -> RequestError | None:
+        """Why a request is not worth the reading of its body, if it is not."""
+
+    def refused(self, error: RequestError, reader: RequestReader) -> tuple[Dialect, bytes]:
+        """The request being read is answered with ``error`` before it reaches ``serve``.
+
+        Returns in whose shape, and header lines for the answer.
+        """
 
     def entered(self, client: ClientConnection) -> None:
         """A client has connected. ``turn_away`` it here if it may not stay."""
@@ -58,7 +67,7 @@ class ClientConnection:
     """One client. At most one request is being served; pipelined ones wait their turn.
 
     An ``asyncio.Protocol`` in all but descent, which a compiled class cannot have.
-    While more than ``_MAX_QUEUED`` requests wait, the socket is not read, and only then a disconnect goes unseen.
+    While more waits than may be queued, the socket is not read, and only then a disconnect goes unseen.
     """
 
     def __init__(self, door: Door) -> None:
@@ -107,13 +116,13 @@ class ClientConnection:
         ready = reader.feed(data)
         if ready:
             self._queue += ready
-        if reader.phase is not self._phase:
-            self._phase_changed(reader.phase)
-        if ready:
-            if not self._busy:
-                self._advance()
-            if len(self._queue) > _MAX_QUEUED:
-                self._pause_reading()
+        phase = reader.phase
+        if phase is not self._phase or (ready and phase is not Phase.IDLE):
+            self._phase_changed(phase)
+        if ready and not self._busy:
+            self._advance()
+        if (self._queue or (self._busy and phase is not Phase.IDLE)) and self._is_full():
+            self._pause_reading()
 
     def eof_received(self) -> None:
         """A client that has said its last word while it is being answered has left."""
@@ -148,6 +157,10 @@ class ClientConnection:
         if phase is Phase.HEAD:
             self._watchdog.set(self._header_seconds)
         elif phase is Phase.BODY:
+            refusal = self._door.screen(self._reader.head)
+            if refusal is not None:
+                self._refuse(refusal)
+                return
             self._watchdog.set(self._body_seconds)
             self._send_continue()
         else:
@@ -160,15 +173,22 @@ class ClientConnection:
             self._reader.awaits_continue = False
             self._transport.write(http1.CONTINUE)
 
+    def _is_full(self) -> bool:
+        """As much waits behind the request being served as may."""
+        return len(self._queue) > _MAX_QUEUED or self.queued_bytes > _MAX_QUEUED_BYTES
+
     def _pause_reading(self) -> None:
         if not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
+            self._watchdog.clear()  # what does not come in time is not the client's fault now
 
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
             self._transport.resume_reading()
+            if self._phase in _READING:
+                self._phase_changed(self._phase)
 
     def _expired(self) -> None:
         if self._lingering or self.gone:
@@ -197,7 +217,7 @@ class ClientConnection:
         queue = self._queue
         while queue and not self._busy and not self._writing_paused and not self.gone:
             item = queue.popleft()
-            if self._reading_paused and len(queue) <= _MAX_QUEUED:
+            if self._reading_paused and not self._is_full():
                 self._resume_reading()
             if isinstance(item, RequestError):
                 self._answer_refusal(item)
@@ -232,20 +252,21 @@ class ClientConnection:
 
     def _rest(self) -> None:
         """Nothing to serve: wait for more."""
-        if self._draining:
+        if self._draining and self._phase not in _READING:
             self.close()
         elif self._queue:  # the client pipelines requests but does not read the answers
             self._watchdog.set(self._body_seconds)
         elif self._phase is Phase.IDLE:
             self._watchdog.set(self._keepalive_seconds)
         else:
+            self._resume_reading()
             self._send_continue()
 
     def _answer_refusal(self, error: RequestError) -> None:
         self._lingering = True
-        dialect = self._door.refused(error, self._reader.target)
+        dialect, lines = self._door.refused(error, self._reader)
         self._begin(HttpRequest(RequestHead("POST", b"", [], keep_alive=False)))
-        self.answer_error(error, dialect=dialect)
+        self.answer_error(error, lines=lines, dialect=dialect)
         if self._transport is not None:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -284,6 +305,12 @@ class ClientConnection:
     def gone(self) -> bool:
         """Nobody will read what is written now."""
         return self._transport is None or self._transport.is_closing()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of bodies that wait behind the request being served, as far as they have come."""
+        bodies = (item.body for item in self._queue if isinstance(item, HttpRequest))
+        return sum(map(len, bodies)) + self._reader.body_bytes
 
     @property
     def unsent_bytes(self) -> int:
@@ -352,12 +379,14 @@ class ClientConnection:
         self.close()
 
     def drain(self) -> None:
-        """Close once idle; what is being served may end."""
+        """Close once idle; what is being served may end, and what is being read be served."""
         self._draining = self._close_after = True
-        if not self._busy:
+        if not self._busy and self._phase not in _READING:
             self.close()
 
     def stop(self) -> None:
-        """Give up what is being served, with last words where they can be said."""
+        """Give up what is being served or read, with last words where they can be said."""
         if self._serving is not None:
             self._serving.cancel()
+        elif self._phase in _READING and not self._lingering:
+            self._refuse(NoWorker("The router is shutting down.", code="shutting_down"))

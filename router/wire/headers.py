@@ -118,6 +118,11 @@ def as_text(headers: Iterable[Header]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name not in _UNTOLD}
 
 
+def id_line(request_id: bytes) -> bytes:
+    """The header that tells the client its request's id."""
+    return b"%b: %b\r\n" % (REQUEST_ID, request_id)
+
+
 def acceptable_request_id(value: bytes | None) -> bytes | None:
     """A client's request id if it is visible ASCII of at most 128 characters."""
     return value if value is not None and _ACCEPTABLE_ID.fullmatch(value) else None

@@ -8,7 +8,7 @@ and whatever exceeds the limits on sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
@@ -128,7 +128,23 @@ class RequestReader:
     @property
     def target(self) -> bytes:
         """What the request that is being read, or was refused last, asks for, as far as it has come."""
-        return _origin_form(self._target)
+        return _origin_form(self._target) or self._target
+
+    @property
+    def headers(self) -> Sequence[Header]:
+        """Those that have come of the request that is being read, or was refused last."""
+        return self._headers
+
+    @property
+    def head(self) -> RequestHead:
+        """Of the request whose body is being read."""
+        assert self._request is not None, "no head has been read"
+        return self._request.head
+
+    @property
+    def body_bytes(self) -> int:
+        """What has been read of a body that is not whole."""
+        return self._body_bytes if self.phase is Phase.BODY else 0
 
     def feed(self, data: bytes) -> list[HttpRequest | RequestError]:
         """Requests that ``data`` completed, in order, and the refusal that ends the connection, if any."""
@@ -162,14 +178,19 @@ class RequestReader:
 
     def _parse(self, data: bytes) -> None:
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            if self.phase is not Phase.BROKEN:
-                self._resume(data[upgrade.args[0] :])
+            while data:
+                try:
+                    self._parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if self.phase is Phase.BROKEN:
+                        return
+                    data = data[upgrade.args[0] :]
+                    self._resume()
         except httptools.HttpParserError as error:
             self._refuse(BadRequest(f"The request is not valid HTTP: {error}.", code="invalid_http"))
 
-    def _resume(self, rest: bytes) -> None:
+    def _resume(self) -> None:
         """Go on after an offer to upgrade (``Upgrade: h2c`` of some clients), which the router declines.
 
         llhttp stops there and forgets the body, so another parser is told of its framing and continues.
@@ -179,8 +200,6 @@ class RequestReader:
             self._resuming = True
             self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")
             self._resuming = False
-        if rest:
-            self._parse(rest)
 
     def _check_unfinished(self, received_bytes: int, *, same_phase: bool) -> None:
         """Bound what a head, or framing around a body, may weigh before it is complete."""
@@ -224,10 +243,10 @@ class RequestReader:
             return
         parser = self._parser
         version = parser.get_http_version()
-        target = self._target
+        target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
         head = RequestHead(
             parser.get_method().decode("ascii"),
-            target if target.startswith(b"/") else _origin_form(target),
+            target or b"",
             self._headers,
             chunks=version == "1.1",
             keep_alive=parser.should_keep_alive(),
@@ -236,6 +255,8 @@ class RequestReader:
         self._is_open = head.keep_alive
         self._body_bytes = 0
         refusal = self._check_head(head, version)
+        if target is None:
+            refusal = BadRequest("The target of the request is not a URL.", code="invalid_http")
         if refusal is not None:
             self._refuse(refusal)
         else:
@@ -310,11 +331,17 @@ def _head_bytes(head: RequestHead) -> int:
     return len(head.target) + sum(len(name) + len(value) + 4 for name, value in head.headers)
 
 
-def _origin_form(target: bytes) -> bytes:
-    """Path and query of a target that names the server as well (``http://host/path``); others are left alone."""
+def _origin_form(target: bytes) -> bytes | None:
+    """Path and query of a target that names the server as well (``http://host/path``), None where it is no URL.
+
+    Other targets are left alone.
+    """
     if not target.startswith((b"http://", b"https://")):
         return target
-    url = cast("Any", httptools.parse_url(target))  # its parts may be None, which it does not declare
+    try:
+        url = cast("Any", httptools.parse_url(target))  # its parts may be None, which it does not declare
+    except httptools.HttpParserError:
+        return None
     return (url.path or b"/") + (b"?" + url.query if url.query else b"")
 
 

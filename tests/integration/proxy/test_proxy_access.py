@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,44 @@ def test_files_that_cannot_be_used_refuse_to_start(damage: str, tmp_path: Path) 
         key.write_text(f"-----BEGIN EC PRIVATE KEY-----\n{lines}-----END EC PRIVATE KEY-----\n")
     with pytest.raises(ConfigError, match="server.key" if damage == "missing" else "server.pem"):
         Certificate(certificate, key)
+
+
+async def test_a_handshake_takes_a_place(tmp_path: Path) -> None:
+    """Whoever connects and says nothing counts as a client does, and is given up in time."""
+    certificate = Certificate(*make_certificate(tmp_path))
+    trust = trusting(tmp_path / "server.pem")
+    server = ServerSettings(port=0, max_connections=2, header_timeout_seconds=0.3)
+    async with FaultWorker() as worker, rig(target(worker.port), tls=certificate.context, server=server) as it:
+        silent = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(ConnectionError):
+            await it.connect(tls=trust)
+        async with asyncio.timeout(3):
+            for reader, writer in silent:
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+                writer.close()
+        client = await it.connect(tls=trust)
+        await client.send(ASK)
+        assert (await client.answer()).status == 200
+        await client.close()
+
+
+# --- keys and bodies -----------------------------------------------------------------------------
+
+
+async def test_who_has_no_key_need_not_send_a_body() -> None:
+    """Refused at the head: nothing of the body is asked for or kept."""
+    async with FaultWorker() as worker, rig(target(worker.port), keyring=ring()) as it:
+        for headers in ("expect: 100-continue\r\n", ""):
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: a\r\n{headers}content-length: 60000000\r\n\r\n".encode())
+            async with asyncio.timeout(2):
+                said = await reader.read()
+            assert said.startswith(b"HTTP/1.1 401 ")
+            assert b"\r\nx-request-id: " in said
+            writer.close()
+        assert not worker.requests
 
 
 # --- connections ---------------------------------------------------------------------------------

@@ -129,6 +129,83 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert worker.connections == 1
 
 
+async def test_pipelined_bodies_are_not_piled_up() -> None:
+    """Behind the request being served a megabyte is read ahead, whatever a client has to say; all is answered."""
+    body = {**ASK, "padding": "x" * 4_000_000}
+    async with FaultWorker([(0.4, *OK)]) as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(raw() + 4 * raw(body) + raw())
+        await until(lambda: len(worker.requests) == 1)
+        await asyncio.sleep(0.2)
+        (client,) = it.plane.clients
+        assert client.queued_bytes < 2_000_000
+        said = b""
+        async with asyncio.timeout(10):
+            while said.count(b"HTTP/1.1 200 ") < 6 or not said.endswith(OK_BODY):
+                said += await reader.read(65536)
+        assert [len(request.body) > 4_000_000 for request in worker.requests] == [False, True, True, True, True, False]
+        writer.close()
+
+
+async def test_a_client_that_pipelines_slowly_is_not_late() -> None:
+    """Each request has its own time, though another's end comes with its beginning, and reading had stopped."""
+    server = ServerSettings(port=0, header_timeout_seconds=0.3, body_timeout_seconds=0.3)
+    whole = raw({**ASK, "padding": "x" * 4_000_000})
+    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), server=server) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        for piece in (whole[:-9], whole[-9:] + whole[:-9], whole[-9:] + whole[:20], whole[20:-9], whole[-9:]):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.2)
+        said = b""
+        async with asyncio.timeout(10):
+            while said.count(b"HTTP/1.1 200 ") < 3 or not said.endswith(OK_BODY):
+                said += await reader.read(65536)
+        assert b"408" not in said
+        writer.close()
+
+
+async def test_many_offers_to_upgrade_are_declined() -> None:
+    """However many a client sends at once."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        count = 2000
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * count)
+        said = b""
+        async with asyncio.timeout(10):
+            while said.count(b"HTTP/1.1 200 ") < count:
+                said += await reader.read(65536)
+        writer.close()
+
+
+@pytest.mark.parametrize("url", [b"http://", b"http://[", b"https://a:99999/x"])
+@pytest.mark.parametrize("rest", [b"host: a\r\n\r\n", b""], ids=["whole", "stalled"])
+async def test_a_target_that_is_no_url(url: bytes, rest: bytes) -> None:
+    """Refused as any bad request; one whose head never ends is timed out as any other."""
+    server = ServerSettings(port=0, header_timeout_seconds=0.2)
+    async with rig(server=server) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"GET " + url + b" HTTP/1.1\r\n" + rest)
+        async with asyncio.timeout(3):
+            said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 %d " % (400 if rest else 408))
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"x-request-id: mine\r\n", b""])
+async def test_refusals_have_an_id(sent: bytes) -> None:
+    """Also those of requests that were never whole; the client's own where it came."""
+    server = ServerSettings(port=0, body_timeout_seconds=0.1)
+    async with rig(server=server) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + sent + b"content-length: 9\r\n\r\n")
+        async with asyncio.timeout(3):
+            said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"\r\nx-request-id: " + (b"mine\r\n" if sent else b"req-") in said
+        writer.close()
+
+
 async def test_good_requests_before_a_bad_one_are_answered() -> None:
     """A malformed request ends the connection, after the answers that were due."""
     async with FaultWorker() as worker, rig(target(worker.port)) as it:
@@ -297,6 +374,28 @@ async def test_drain_lets_streams_end() -> None:
         assert it.plane.open_connections == (0, 0)
         await client.close()
         await idle.close()
+
+
+async def test_drain_serves_what_is_being_sent() -> None:
+    """A request whose body is on its way when the router goes is served; one that never ends is told why not."""
+    whole = raw()
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        clients = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
+        for _, writer in clients:
+            writer.write(whole[:-5])
+        await until(lambda: it.count("homing_connections") == 2)
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(it.plane.drain(0.5))
+        await asyncio.sleep(0.1)
+        clients[0][1].write(whole[-5:])
+        async with asyncio.timeout(5):
+            assert (await clients[0][0].read()).startswith(b"HTTP/1.1 200 ")
+            said = await clients[1][0].read()
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b'"shutting_down"' in said
+        await draining
+        for _, writer in clients:
+            writer.close()
 
 
 async def test_drain_ends_what_takes_too_long() -> None:
