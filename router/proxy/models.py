@@ -51,6 +51,9 @@ class Models:
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
         self._census: Callable[[], Census] = lambda: Census(0, 0)
+        #: By model, as of one version of the fleet's view.
+        self._contexts: dict[str, int | None] = {}
+        self._contexts_version = -1
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
         """Key this model's prompts by tokens from now on."""
@@ -102,15 +105,26 @@ class Models:
         """As the first worker says it that serves the model, but with the shortest context among all of them."""
         model = self._aliases.get(name, name)
         cards = [member.cards[model] for member in self._fleet.members() if model in member.cards]
-        contexts = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+        context_tokens = self.context_tokens(model)
         return {
             "object": "model",
             "created": 0,
             "owned_by": "homing",
             **(cards[0] if cards else {}),
-            **({"max_model_len": min(contexts)} if contexts else {}),
+            **({} if context_tokens is None else {"max_model_len": context_tokens}),
             "id": name,
         }
+
+    def context_tokens(self, model: str) -> int | None:
+        """The shortest context among the ranks that serve a model; None where none of them says."""
+        version = self._fleet.view.version
+        if version != self._contexts_version:
+            self._contexts, self._contexts_version = {}, version
+        if model not in self._contexts:
+            cards = [member.cards[model] for member in self._fleet.members() if model in member.cards]
+            contexts = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
+            self._contexts[model] = min(contexts, default=None)
+        return self._contexts[model]
 
     def _names(self) -> list[str]:
         models = self.models()

@@ -37,6 +37,9 @@ class Endpoint(StrEnum):
         return Dialect.ANTHROPIC if self in _ANTHROPIC else Dialect.OPENAI
 
 
+#: More than this no model's context holds, and nothing is priced or charged for more, whatever is asked for.
+MAX_TOKENS: Final = 1 << 27
+
 #: How Responses and Anthropic's API end a stream; the others end it with ``[DONE]``.
 _LAST_EVENTS: Final = (b"event: response.completed", b"event: response.failed", b"event: message_stop")
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
@@ -166,11 +169,13 @@ def _check_prompt(prompt: object, *, name: str) -> None:
 
 
 def _max_tokens(fields: dict[str, Any]) -> int | None:
-    """The newer name wins, as engines have it. Ill-typed values are for the engine to refuse."""
+    """The newer name wins, as engines have it; 1 at least, and no more than any context has. What is ill-typed or out of
+    range is for the engine to refuse: the client's bytes go on as they are.
+    """
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = fields.get(name)
         if type(value) is int:
-            return value
+            return max(1, min(value, MAX_TOKENS))
     return None
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.errors import BadRequest, UpstreamFailed
 from router.wire.openai import (
+    MAX_TOKENS,
     BodyTap,
     Endpoint,
     InferenceRequest,
@@ -40,10 +41,13 @@ def test_request_is_read_and_kept() -> None:
         ({"max_completion_tokens": 6, "max_tokens": 5}, 6),
         ({"max_tokens": "many"}, None),
         ({"max_tokens": True}, None),
+        ({"max_tokens": -(10**9)}, 1),
+        ({"max_tokens": 10**12}, MAX_TOKENS),
+        ({"max_completion_tokens": 10**400, "max_tokens": 5}, MAX_TOKENS),
     ],
 )
 def test_max_tokens(fields: dict[str, object], expected: int | None) -> None:
-    """The newer name wins; values of other types are left for the engine to judge."""
+    """The newer name wins; other types are left for the engine to judge, and absurd values are as the nearest possible."""
     assert parse_request(Endpoint.CHAT, json.dumps({**CHAT, **fields}).encode()).max_tokens == expected
 
 
