@@ -13,13 +13,16 @@
   back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
   busier the ranks are: by rho / (1 - rho) for a second of work. What home would load counts once only.
 
-Two kinds of requests have no home yet, and their choice costs others something, too. It is part of the move's term.
+Requests without a home, or with one that has nothing for them, cost others something too by where they go. It is part
+of the move's term.
 
 - A conversation that begins finds heads that others share. A copy made elsewhere would serve those who come after; so
   where it finds one, only a part is credited, or everybody who shares a head would go where its first copy is. That
   holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
 - A subagent's siblings begin at the same moment with the same head. What it computes counts half as much again, so that
   a small group waits for one prefill, and only a large one spreads.
+- A session's first requests, at once and of different prompts, meet where the first of them is, but for as long only as
+  half of their own work.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ _BUSY_WEIGHT = 2.0
 LOAD_RATIO = 0.2
 #: The part of a shared head that is credited to a conversation that begins: a fourth, as if three came after it.
 _SHARED_CREDIT_RATIO = 0.25
-#: What a subagent's first prompt costs others, for a second of its own work.
+#: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
 _BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
@@ -99,6 +102,8 @@ def prices(
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
         factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
         leave_seconds = _leave_seconds(home, ranks, request, factor=factor)
+        if request.is_beginning:
+            leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
     credit_ratio, sibling_weight = 1.0, 0.0
     if request.home is None and request.session is not None:
         if request.session.agent:

@@ -28,7 +28,7 @@ class Engine(StrEnum):
 
 
 class RankStatus(StrEnum):
-    """Where a rank is in its life. Only READY takes new sessions; DRAINING still serves its own."""
+    """Where a rank is in its life. Only READY takes new sessions; DRAINING serves its own until they have moved."""
 
     PENDING = "pending"
     READY = "ready"
@@ -196,12 +196,13 @@ class RouteRequest(Frozen, frozen=True):
     """What a decision needs to know of a request.
 
     ``reusable_tokens[slot]`` is the usable cached prefix on that rank (absent: none).
-    ``home`` is the slot that served this session last, if it is still known.
+    ``home`` is the slot that served this conversation, or holds its history, if that is known.
     ``loadable_tokens[slot]`` is the same prefix when lower tiers count too (absent: no more than is reusable).
     ``allowed`` are the slots that admission left open (None: all).
     ``return_ratio`` is how likely the conversation is to ask again soon, as far as is known.
     ``handovers`` are the contracts by which prompt and answer may be computed apart; none: any rank does.
     ``prefill_home`` is the slot of the prefill rank that computed this session's last prompt.
+    ``is_beginning``: requests of the session are on their way, and none has been answered yet.
     """
 
     model: str
@@ -216,6 +217,7 @@ class RouteRequest(Frozen, frozen=True):
     return_ratio: float = 1.0
     handovers: frozenset[Handover] = frozenset()
     prefill_home: int | None = None
+    is_beginning: bool = False
 
 
 class Price(NamedTuple):
