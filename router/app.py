@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import resource
 import secrets
 import socket
@@ -23,6 +22,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from structlog.typing import FilteringBoundLogger
 
 from router.access import Access
+from router.addresses import is_loopback
 from router.admin.api import create_admin
 from router.admin.explain import sampled_log
 from router.core.load import explains_silence
@@ -193,6 +193,7 @@ class Router:
             keyring=self._access.keyring,
             explainer=brain,
             reload=self.reload,
+            names=settings.admin.names if is_loopback(settings.admin.host) else None,
         )
         self._admin = _AdminServer(admin, self._access.admin_tls)
         self._admin_socket: socket.socket | None = None
@@ -290,7 +291,7 @@ class Router:
 
     def _announce(self) -> None:
         assert self._admin_socket is not None
-        if self._access.keyring is None and not _is_loopback(self._settings.admin.host):
+        if self._access.keyring is None and not is_loopback(self._settings.admin.host):
             self._log.warning("the admin plane is open to others without a key; see auth.keys_file")
         data = _shown(self._settings.server.host, self._data_port)
         admin = _shown(self._settings.admin.host, self._admin_socket.getsockname()[1])
@@ -375,13 +376,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _version() -> str:

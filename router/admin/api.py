@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from importlib.resources import files
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from router.admin.explain import Explainer, explain_routes
-from router.admin.gate import KeyGate, error_response
+from router.admin.gate import HostGate, KeyGate, error_response
 from router.admin.reference import document, errors, reference_page
 from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
 from router.core.keys import Keyring
@@ -36,8 +36,12 @@ def create_admin(
     reload: Callable[[], Awaitable[list[str]]] | None = None,
     keyring: Keyring | None = None,
     explainer: Explainer | None = None,
+    names: Collection[str] | None = None,
 ) -> FastAPI:
-    """The admin app. Its handlers run on the event loop that owns the fleet. ``keyring`` None: it asks for no key."""
+    """The admin app. Its handlers run on the event loop that owns the fleet.
+
+    ``keyring`` None: it asks for no key, and answers to ``names``, ``localhost`` and addresses (None: to any name).
+    """
     page = (files("router.admin") / "console.html").read_text(encoding="utf-8")
     app = FastAPI(
         title="Homing admin",
@@ -52,6 +56,8 @@ def create_admin(
     _add_error_handlers(app)
     if keyring is not None:
         app.add_middleware(KeyGate, keyring=keyring)
+    elif names is not None:
+        app.add_middleware(HostGate, names=names)
 
     def ranks_by_slot(name: str) -> Json:
         return worker_view(registry.worker(name), {rank.slot: rank for rank in fleet.ranks()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import httpx
 import pytest
@@ -21,14 +21,16 @@ from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 
 
-def admin_app(http: httpx.AsyncClient, *, keyring: Keyring | None) -> FastAPI:
+def admin_app(http: httpx.AsyncClient, *, keyring: Keyring | None, names: Collection[str] | None = None) -> FastAPI:
     metrics = Metrics(CollectorRegistry())
     fleet = Fleet(RoutingSettings(), metrics, clock=lambda: 0.0)
     log = make_logger(level="error", form="json", stream=io.StringIO())
     registry = Registry(
         fleet, ProbeSettings(), client=http, metrics=metrics, log=log, clock=lambda: 0.0, wall_clock=lambda: 0.0
     )
-    return create_admin(registry, fleet, metrics, policy=lambda: "affinity", version="1.2.3", keyring=keyring)
+    return create_admin(
+        registry, fleet, metrics, policy=lambda: "affinity", version="1.2.3", keyring=keyring, names=names
+    )
 
 
 @pytest.fixture
@@ -46,6 +48,33 @@ def client(app: FastAPI, headers: dict[str, str] | None = None) -> httpx.AsyncCl
 
 def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8001", 200),
+        ("[::1]:8001", 200),
+        ("localhost", 200),
+        ("LOCALHOST:1", 200),
+        ("router.localhost:8001", 200),
+        ("ops.example", 200),
+        ("evil.example:8001", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+        ("[::1", 403),
+    ],
+)
+async def test_a_door_on_this_machine_answers_to_its_own_names(host: str, status: int) -> None:
+    """A page whose name is made to lead here is at home as far as a browser knows, and reaches nothing."""
+    async with httpx.AsyncClient() as workers:
+        app = admin_app(workers, keyring=None, names=("ops.example",))
+        async with client(app, {"host": host, "origin": f"http://{host}"}) as http:
+            assert (await http.get("/admin/workers")).status_code == status
+            answer = await http.post("/admin/workers", json={"url": "http://127.0.0.1:1"})
+    assert (answer.status_code == 403) == (status == 403)
+    if status == 403:
+        assert answer.json()["error"]["code"] == "unknown_host"
 
 
 async def test_nothing_is_reached_without_a_key(app: FastAPI) -> None:
