@@ -119,17 +119,20 @@ class Pool:
     # --- events ---------------------------------------------------------------------------------------
 
     def stored(self, parent: int | None, keys: Sequence[int], *, new: int | None = None) -> None:
-        """The rank stored blocks, the last ``new`` of which it did not have (None: all); with the last of them all that
-        the first request has that waits for it.
+        """The rank stored blocks, the last ``new`` of which it did not have (None: all). With the last block that a
+        request was to store it has all of it.
         """
         if not keys:
             return
         self._order.add(parent, keys, new=len(keys) if new is None else new)
         self._forecast = None
-        if waiting := self._awaited.get(keys[-1]):
-            allocation = waiting[0]
-            self.begun(allocation)
-            self._settle(allocation)
+        if self._awaited and not self._awaited.keys().isdisjoint(keys):
+            for key in keys:
+                waiting = self._awaited.get(key)
+                if waiting and (key == keys[-1] or not waiting[0].is_running):  # of an answer cut off there may be more
+                    allocation = waiting[0]
+                    self.begun(allocation)
+                    self._settle(allocation)
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave blocks up. Before, it held so many copies."""

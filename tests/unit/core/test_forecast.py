@@ -91,6 +91,15 @@ def test_a_failed_request_takes_nothing() -> None:
     assert kept(pool, "abc", copies=6) == 3
 
 
+def test_an_answer_cut_off_is_heard_of_with_more_than_came_of_it() -> None:
+    """The engine had gone on for two blocks: what the request was to store stands inside what was stored."""
+    pool = Pool(8)
+    pool.ended(pool.sent(keys("uvw"), blocks=4), keys("uvwr"))
+    pool.stored(None, keys("uvwrst"))
+
+    assert not pool.pending
+
+
 def test_a_pool_of_unknown_size_is_known_by_what_it_held_when_it_gave_up_a_block() -> None:
     """Before that nothing is foretold."""
     pool = Pool(None)
