@@ -147,6 +147,40 @@ async def test_pipelined_bodies_are_not_piled_up() -> None:
         writer.close()
 
 
+async def test_pipelined_requests_are_not_piled_up() -> None:
+    """However small: beyond a few the client is not read until one has been answered."""
+    async with FaultWorker([(Move.STALL,)]) as worker, rig(target(worker.port)) as it:
+        _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(20 * raw())
+        await until(lambda: len(worker.requests) == 1)
+        flood = 40_000_000
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n" * (flood // 35))
+        await asyncio.sleep(0.4)
+        unsent = writer.transport.get_write_buffer_size()
+        await asyncio.sleep(0.4)
+        assert writer.transport.get_write_buffer_size() == unsent > 0
+        writer.transport.abort()
+        # While it is not read, that it has gone is seen no earlier than with its next answer.
+        for client in it.plane.clients:
+            client.abort()
+
+
+async def test_a_refused_client_that_goes_on_sending_hears_why() -> None:
+    """Closing under what it still sends would reset the connection, and the answer with it."""
+    server = ServerSettings(port=0, max_body_bytes=1024)
+    async with rig(server=server) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4000000\r\n\r\n")
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            writer.write(b"x" * 200_000)
+        async with asyncio.timeout(5):
+            said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 413 ")
+        assert said.endswith(b"}")
+        writer.close()
+
+
 async def test_a_client_that_pipelines_slowly_is_not_late() -> None:
     """Each request has its own time, though another's end comes with its beginning, and reading had stopped."""
     server = ServerSettings(port=0, header_timeout_seconds=0.3, body_timeout_seconds=0.3)

@@ -152,6 +152,29 @@ async def test_nobody_listens() -> None:
             assert it.brain.outcomes == ["connect", "ok"]
 
 
+async def test_nobody_listens_anywhere() -> None:
+    """502 with a code; where the workers are is nobody's business."""
+    async with FaultWorker() as one, FaultWorker() as two:
+        for worker in (one, two):
+            worker.stop_listening()
+        async with rig(target(one.port), target(two.port)) as it:
+            answer_ = await it.ask(ASK)
+            assert (answer_.status, answer_.error["code"]) == (502, "upstream_failed")
+            assert it.brain.outcomes == ["connect"] * 2
+    assert b"127.0.0.1" not in answer_.body
+    assert not any(str(worker.port).encode() in answer_.body for worker in (one, two))
+
+
+async def test_an_event_too_long_to_hold_breaks_off() -> None:
+    """Its begin has passed: a blank line ends it before the error, which is an event of its own."""
+    begin = b"data: " + b"x" * 70_000
+    async with FaultWorker([(stream_head(), chunk(begin), 0.05, Move.RESET)]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+    assert answer_.complete
+    assert answer_.body.startswith(begin + b"\n\ndata: {")
+    assert json.loads(answer_.body[len(begin) + 8 :])["error"]["code"] == "upstream_failed"
+
+
 async def test_a_dead_process_of_many_ranks_costs_one_attempt() -> None:
     """All its ranks are at one address: after the first refused connection none of them is tried."""
     async with FaultWorker() as dead, FaultWorker() as alive:
