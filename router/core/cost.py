@@ -73,10 +73,17 @@ def work_seconds(rank: RankView, request: RouteRequest, *, credit_ratio: float =
 
     Only ``credit_ratio`` of what it holds is taken to be there.
     """
+    return _work_seconds(rank, request, reusable_tokens(rank, request), credit_ratio=credit_ratio)
+
+
+def _work_seconds(rank: RankView, request: RouteRequest, held_tokens: int, *, credit_ratio: float = 1.0) -> float:
+    """The same, where the rank's ``reusable_tokens`` are known."""
     prompt_tokens = request.prompt_tokens
-    reusable = int(credit_ratio * reusable_tokens(rank, request))
+    reusable = int(credit_ratio * held_tokens)
     computed = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - reusable, context_tokens=prompt_tokens)
-    loadable = int(credit_ratio * request.loadable_tokens.get(rank.slot, 0)) if request.loadable_tokens else 0
+    if not request.loadable_tokens:
+        return computed
+    loadable = int(credit_ratio * request.loadable_tokens.get(rank.slot, 0))
     if loadable <= reusable:
         return computed
     rest = prefill_seconds(rank.pace, uncached_tokens=prompt_tokens - loadable, context_tokens=prompt_tokens)
@@ -96,12 +103,13 @@ def prices(
 ) -> list[Price]:
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
     prompt_tokens = request.prompt_tokens
+    held = [reusable_tokens(rank, request) for rank in ranks]
     busy = [_BUSY_SCALE * rank.pace.factor * recent_seconds(rank.load, now=now) for rank in ranks]
     leave_seconds = 0.0
     if home is not None:
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
         factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
-        leave_seconds = _leave_seconds(home, ranks, request, factor=factor)
+        leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
     credit_ratio, sibling_weight = 1.0, 0.0
@@ -111,17 +119,17 @@ def prices(
         else:
             credit_ratio -= request.return_ratio * (1.0 - _SHARED_CREDIT_RATIO)
     found: list[Price] = []
-    for rank, busy_ratio in zip(ranks, busy, strict=True):
+    for rank, held_tokens, busy_ratio in zip(ranks, held, busy, strict=True):
         load, pace = rank.load, rank.pace
-        own_seconds = brought_seconds = work_seconds(rank, request)
+        own_seconds = brought_seconds = _work_seconds(rank, request, held_tokens)
         if home is None:
             move_seconds = sibling_weight * own_seconds
             if credit_ratio < 1.0:
-                move_seconds = work_seconds(rank, request, credit_ratio=credit_ratio) - own_seconds
+                move_seconds = _work_seconds(rank, request, held_tokens, credit_ratio=credit_ratio) - own_seconds
             brought_seconds += move_seconds
         else:
             move_seconds = 0.0 if rank.slot == home.slot else leave_seconds
-        uncached_tokens = prompt_tokens - reusable_tokens(rank, request)
+        uncached_tokens = prompt_tokens - held_tokens
         found.append(
             Price(
                 rank.slot,
@@ -144,13 +152,12 @@ def _evict_seconds(rank: RankView, *, added_tokens: int) -> float:
     return _EVICTED_RETURN_RATIO * rank.pace.factor * rank.pace.token_seconds * overflow
 
 
-def _leave_seconds(home: RankView, ranks: Sequence[RankView], request: RouteRequest, *, factor: float) -> float:
+def _leave_seconds(home: RankView, request: RouteRequest, *, held_by_all: int, factor: float) -> float:
     """What home saves of computing is lost to others ``factor`` times, but for the head that all ranks hold. What it
     saves by loading is lost no more than once: who has to load at home would load there again, and finds everything on
     the device where it moves to.
     """
     prompt_tokens = request.prompt_tokens
-    held_by_all = min([reusable_tokens(rank, request) for rank in ranks])
     without, computed = (
         prefill_seconds(home.pace, uncached_tokens=prompt_tokens - held, context_tokens=prompt_tokens)
         for held in (held_by_all, reusable_tokens(home, request))

@@ -269,7 +269,7 @@ def _recording(folder: Path) -> Recording:
 
 def test_throughput_does_not_fall_off_the_cliff(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Four pools hold the contexts of fifteen lanes. With twice and four times as many, a router that admits all
-    computes nearly everything again, and serves half the turns of fifteen; ours serves nine tenths or more."""
+    computes nearly everything again, and serves half the turns of fifteen; ours keeps four fifths at least."""
     folder = tmp_path_factory.mktemp("cliff")
     ours, sticky = ([cliff(folder, policy, lanes) for lanes in (8, 15, 30, 60)] for policy in ("affinity", "sticky"))
 
@@ -277,7 +277,7 @@ def test_throughput_does_not_fall_off_the_cliff(tmp_path_factory: pytest.TempPat
     assert max(one.hit_rate for one in sticky[2:]) < 0.3
     assert max(one.turns_per_second for one in sticky[2:]) < 0.6 * sticky[1].turns_per_second
     assert min(one.hit_rate for one in ours) > 0.75
-    assert min(one.turns_per_second for one in ours[2:]) > 0.9 * ours[1].turns_per_second
+    assert min(one.turns_per_second for one in ours[2:]) > 0.8 * ours[1].turns_per_second
     assert ours[3].turns_per_second > 2.0 * sticky[3].turns_per_second
 
 
