@@ -234,8 +234,9 @@ class World:
         self._hear()
         path = request.path
         home = None
+        reusable = self._reusable_tokens(request)
         if request.session is not None:
-            home = self._sessions.home(MODEL, request.session, now=self.now)
+            home = self._sessions.home(MODEL, request.session, now=self.now, held=reusable)
         loadable = {}
         if self.scenario.host_ratio:
             loadable = {slot: self._tokens(blocks, request) for slot, blocks in loadable_blocks(path).items()}
@@ -243,7 +244,7 @@ class World:
             model=MODEL,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
-            reusable_tokens=self._reusable_tokens(request),
+            reusable_tokens=reusable,
             session=request.session,
             home=home,
             loadable_tokens=loadable,

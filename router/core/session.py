@@ -1,9 +1,9 @@
 """Who is asking: the header or field that names a session, and where each session is at home.
 
 The signals that real clients send, in order; the first one present wins. Names are compared in lower case.
-Credentials never name a session, not even when configured. An id is a hint, not a right: it is scoped by tenant and
-model, and hashed when longer than ``MAX_ID_CHARS`` or not printable. Without any signal the stable head of the
-conversation names the session.
+Credentials never name a session, not even when configured: whatever has a name as theirs counts as one. An id is a
+hint, not a right: it is scoped by tenant and model, and hashed when longer than ``MAX_ID_CHARS`` or not printable.
+Without any signal the stable head of the conversation names the session.
 
 | signal | sent by |
 |---|---|
@@ -31,6 +31,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -61,12 +62,19 @@ _LATE_HEADERS = ("x-correlation-id",)
 _ORDER = {name: place for place, name in enumerate((*_AGENT_HEADERS, *_PARENT_HEADERS, *_HEADERS, *_LATE_HEADERS))}
 _SIGNALS = frozenset(_ORDER)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
-_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
+#: What headers with credentials have in their names. There are many such headers, and each vendor has its own.
+_CREDENTIAL = re.compile(r"auth|token|key|secret|passw|cookie|credential|signature|jwt|bearer")
 #: A parent's session is somebody else's: it must not name its child's.
 _VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-]+-session-id$")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 #: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
 _VOLATILE_LINE = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+
+
+def is_credential(header: str) -> bool:
+    """Whether a header may carry a credential, by its name. The documented signals carry none."""
+    name = header.lower()
+    return name not in _SIGNALS and _CREDENTIAL.search(name) is not None
 
 
 def identify(
@@ -85,11 +93,12 @@ def identify(
         else:
             named = named or value
     for name in map(str.lower, first):
-        if name not in _CREDENTIALS and (value := headers.get(name, "")):
+        if (value := headers.get(name, "")) and not is_credential(name):
             named = value
             break
     if not named:
-        named = next((value for name, value in headers.items() if value and _VENDOR_SESSION.match(name)), late)
+        vendors = (name for name in headers if _VENDOR_SESSION.match(name) and not is_credential(name))
+        named = next((value for name in vendors if (value := headers[name])), late)
     if named:
         return SessionKey(tenant, _clean(named), agent)
     if (session := _from_body(fields)) is not None:
@@ -164,13 +173,34 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+#: So many of the ranks that served a session are remembered.
+_MAX_HOMES = 8
+
+
 @dataclass(slots=True)
 class Binding:
-    """A session's home. ``inflight`` keeps it alive while a request of it runs, however long that takes."""
+    """Where a session is at home: the ranks that served it, the last one first.
 
-    slot: int
+    There may be several: what asks for a title or counts tokens under the session's name leaves nothing of the
+    conversation where it is served. ``inflight`` keeps the binding alive while a request of it runs, however long that
+    takes. ``is_answered``: one of them has ended.
+    """
+
+    slots: tuple[int, ...]
     used_at: float
     inflight: int = 0
+    is_answered: bool = False
+
+    @property
+    def slot(self) -> int:
+        """The rank that served last."""
+        return self.slots[0]
+
+    def serve(self, slot: int) -> None:
+        """The next request goes there."""
+        if slot != self.slots[0]:
+            others = [other for other in self.slots if other != slot]
+            self.slots = (slot, *others[: _MAX_HOMES - 1])
 
 
 class SessionTable:
@@ -192,20 +222,30 @@ class SessionTable:
         """All bindings, the longest unused first."""
         return list(self._bindings.items())
 
-    def home(self, model: str, key: SessionKey, *, now: float) -> int | None:
-        """The slot that served this session last."""
+    def home(
+        self, model: str, key: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
+    ) -> int | None:
+        """Of the slots that served this session, the one that has most of a prompt: ``held[slot]`` tokens.
+
+        Of equals it is the one that served last.
+        """
         binding = self._bindings.get((model, key))
         if binding is None or (not binding.inflight and now - binding.used_at > self.idle_seconds):
             return None
-        return binding.slot
+        return max(binding.slots, key=lambda slot: held.get(slot, 0)) if len(binding.slots) > 1 else binding.slot
+
+    def is_beginning(self, model: str, key: SessionKey) -> bool:
+        """Requests of the session are on their way, and none has been answered yet."""
+        binding = self._bindings.get((model, key))
+        return binding is not None and binding.inflight > 0 and not binding.is_answered
 
     def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> Binding:
-        """A request of the session was sent to ``slot``, its home from now on. Give the binding to ``finish``."""
+        """A request of the session was sent to ``slot``, a home of it from now on. Give the binding to ``finish``."""
         binding = self._bindings.get((model, key))
         if binding is None:
             self._make_room(now)
-            binding = self._bindings[model, key] = Binding(slot=slot, used_at=now)
-        binding.slot = slot
+            binding = self._bindings[model, key] = Binding(slots=(slot,), used_at=now)
+        binding.serve(slot)
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end((model, key))
@@ -216,6 +256,7 @@ class SessionTable:
         """That request is over. A binding that was forgotten meanwhile has no say over its successor."""
         binding.inflight -= 1
         binding.used_at = now
+        binding.is_answered = True
         if not binding.inflight:
             self.returns.left((model, key), now=now)
         if self._bindings.get((model, key)) is binding:
@@ -226,14 +267,19 @@ class SessionTable:
         binding = self._bindings.get((model, key))
         if binding is None:
             self._make_room(now)
-            self._bindings[model, key] = Binding(slot=slot, used_at=used_at)
+            self._bindings[model, key] = Binding(slots=(slot,), used_at=used_at)
         elif used_at > binding.used_at:
-            binding.slot, binding.used_at = slot, used_at
+            binding.serve(slot)
+            binding.used_at = used_at
 
     def forget_slot(self, slot: int) -> None:
-        """The rank is gone: its sessions have no home."""
-        for key in [key for key, binding in self._bindings.items() if binding.slot == slot]:
-            del self._bindings[key]
+        """The rank is gone: it is nobody's home."""
+        for key in [key for key, binding in self._bindings.items() if slot in binding.slots]:
+            binding = self._bindings[key]
+            if len(binding.slots) == 1:
+                del self._bindings[key]
+            else:
+                binding.slots = tuple(other for other in binding.slots if other != slot)
 
     def _make_room(self, now: float) -> None:
         """Let the idle go, and beyond ``max_sessions`` the least recently used; never one with a running request."""

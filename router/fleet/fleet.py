@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from prometheus_client import Gauge
 
@@ -175,12 +176,14 @@ class Fleet:
 
     # --- other replicas -----------------------------------------------------------------------------
 
-    def home(self, model: str, session: SessionKey, *, now: float) -> int | None:
-        """The slot of the rank that served this session last, here or at another replica."""
+    def home(
+        self, model: str, session: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
+    ) -> int | None:
+        """The slot of a rank that served this session, here or at another replica: see ``SessionTable.home``."""
         elsewhere = self.shared.home(model, session)
         if elsewhere is not None and (slot := self._slots.get(elsewhere.rank)) is not None:
             self.sessions.adopt(model, session, slot=slot, used_at=elsewhere.used_at, now=now)
-        return self.sessions.home(model, session, now=now)
+        return self.sessions.home(model, session, now=now, held=held)
 
     def set_elsewhere(self, rank_id: RankId, load: RankLoad) -> None:
         """What the other replicas have on a rank; one that is not known here does not matter."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from router.core.pd import HANDOVER_SECONDS, lacking, transfer_seconds
 from router.core.types import Decision, FleetView, Handover, WorkerRole
 from router.errors import NoWorker
@@ -17,6 +19,15 @@ def contracts(request: InferenceRequest) -> frozenset[Handover]:
         Handover.PARAMS: handover.suits_params(request),
     }
     return frozenset(contract for contract, does in suits.items() if does)
+
+
+def by_part(held: Mapping[int, int], view: FleetView) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """What the ranks that answer hold of a prompt, and what those hold that compute prompts for others."""
+    computing = {rank.slot for rank in view.ranks if rank.part.role is WorkerRole.PREFILL}
+    return (
+        {slot: tokens for slot, tokens in held.items() if slot not in computing},
+        {slot: tokens for slot, tokens in held.items() if slot in computing},
+    )
 
 
 def no_worker(view: FleetView, model: str) -> NoWorker:

@@ -90,9 +90,12 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_every_rank_is_priced_in_terms_that_add_up(world: World) -> None:
-    """Reuse and trust of each rank; the chosen one first, then by price; the policy's own prices."""
+    """Reuse and trust of each rank; the chosen one first, then by price; the policy's own prices.
+
+    Rank 1's 96 tokens are a head that another conversation goes on from.
+    """
     tokens = list(range(1, 161))
-    world.holds(1, tokens[:96])
+    world.holds(1, tokens[:96] + list(range(1000, 4008)))
     world.fleet.member(1).trust.ratio = 0.75
     attempt = await world.ask(tokens, "r1")
 

@@ -221,8 +221,18 @@ def test_no_policy_picks_what_cannot_serve(name: str) -> None:
     assert policy(fleet.view, request(session=session, model="other"), random.Random(0), 0.0) is None
 
 
+@pytest.mark.parametrize(("queued_seconds", "expected"), [(0.49, 0), (0.51, 1)])
+def test_first_requests_meet_for_half_of_their_own_work(queued_seconds: float, expected: int) -> None:
+    """Home has nothing for this prompt of 1 s, but the session's first request is on its way there."""
+    for is_beginning, slot in ((True, expected), (False, 1)):
+        fleet = Fleet(2)
+        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+
+        assert decide(AFFINITY, fleet, request(home=0, is_beginning=is_beginning))[0] == slot
+
+
 def test_a_draining_rank_keeps_its_own_sessions() -> None:
-    """A session at home there may finish its turn; new ones go elsewhere."""
+    """A session at home there may be served there; new ones go elsewhere."""
     fleet = Fleet(1)
     fleet.ranks.append(fleet.rank(1, status=RankStatus.DRAINING))
 

@@ -69,7 +69,14 @@ def test_configured_names_are_compared_without_case() -> None:
     assert named({"x-my-company": "7"}, first=("X-My-Company",)) == "7"
 
 
-@pytest.mark.parametrize("header", ["authorization", "Cookie", "x-api-key", "api-key", "proxy-authorization"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("authorization", "Cookie", "x-api-key", "api-key", "proxy-authorization", "x-goog-api-key", "x-auth-token"),
+        *("x-api-token", "x-amz-security-token", "ocp-apim-subscription-key", "x-client-secret", "x-password"),
+        *("x-auth-session-id", "x-secret-session-id"),  # in the form of a vendor's session header
+    ],
+)
 def test_credentials_name_nobody(header: str) -> None:
     """Not by themselves and not when an operator asks for it."""
     headers = {header.lower(): "Bearer sk-secret"}
@@ -345,6 +352,42 @@ def test_expired_sessions_make_room_before_the_table_is_full() -> None:
     serve(table, 9, slot=0, now=62.5)
 
     assert [entry[0][1].session for entry in table.items()] == ["s3", "s4", "s9"]
+
+
+def test_a_session_is_at_home_where_most_of_the_prompt_is() -> None:
+    """A title asked for elsewhere moves no conversation; of equals the last one counts, and an empty rank least."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=3, now=0)
+    serve(table, 1, slot=5, now=1)
+
+    assert table.home("m", key(1), now=2, held={3: 60_000, 5: 16, 7: 90_000}) == 3
+    assert table.home("m", key(1), now=2, held={3: 16, 5: 208}) == 5
+    assert table.home("m", key(1), now=2, held={3: 16, 5: 16}) == 5
+    table.forget_slot(5)
+    assert table.home("m", key(1), now=2) == 3
+
+
+def test_so_many_homes_are_remembered() -> None:
+    """The one that served longest ago goes; coming back to one does not count it twice."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    for slot in (0, 1, 2, 1, 3, 4, 5, 6, 7, 8):
+        serve(table, 1, slot=slot, now=0)
+
+    assert [slot for slot in range(9) if table.home("m", key(1), now=1, held={slot: 1}) == slot] == list(range(1, 9))
+
+
+def test_a_session_begins_until_it_is_answered() -> None:
+    """With a request on its way and none that has ended, however many there are."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    assert not table.is_beginning("m", key(1))
+    first = table.start("m", key(1), slot=0, now=0)
+    second = table.start("m", key(1), slot=0, now=0)
+    assert table.is_beginning("m", key(1))
+    table.finish("m", key(1), first, now=1)
+    assert not table.is_beginning("m", key(1))
+    table.finish("m", key(1), second, now=2)
+    table.start("m", key(1), slot=0, now=3)
+    assert not table.is_beginning("m", key(1))
 
 
 def test_a_rank_that_leaves_is_nobodys_home() -> None:

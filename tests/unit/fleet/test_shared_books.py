@@ -257,7 +257,7 @@ class Heard(Embedded):
 
 
 def test_a_session_used_later_at_another_replica_is_at_home_there() -> None:
-    """Later than here: adopted; earlier, or on a rank that is not known: not."""
+    """Later than here: adopted; earlier, or on an unknown rank: not. With that rank gone: where it was before."""
     heard, session = Heard(), SessionKey("t", "s")
     fleet = Fleet(RoutingSettings(), Metrics(CollectorRegistry()), clock=lambda: 0.0, shared=heard)
     slots = [
@@ -282,7 +282,7 @@ def test_a_session_used_later_at_another_replica_is_at_home_there() -> None:
     assert fleet.home("m", session, now=8.0) == slots[0]
     fleet.remove_rank(slots[0])
     heard.homes[session] = SharedHome(A, used_at=9.0, prompt_tokens=1, heard_at=9.0)
-    assert fleet.home("m", session, now=10.0) is None
+    assert fleet.home("m", session, now=10.0) == slots[1]
     fleet.set_elsewhere(A, RankLoad(inflight=1))
     fleet.set_elsewhere(B, RankLoad(inflight=1))
     assert [rank.load.inflight for rank in fleet.view.ranks] == [1]
