@@ -12,6 +12,7 @@ import msgspec
 from router.core.admission import Admission, AdmissionParameters
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
+from router.core.draining import Departures
 from router.core.pd import can_serve, make_role_policy
 from router.core.seen import SeenPrefixes
 from router.core.session import identify
@@ -24,7 +25,7 @@ from router.proxy.leases import Lease, Leases
 from router.proxy.models import Models
 from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys
 from router.proxy.promises import Promises
-from router.proxy.splitting import contracts, no_worker
+from router.proxy.splitting import by_part, contracts, no_worker
 from router.proxy.types import Attempt
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
@@ -52,6 +53,7 @@ class RouterBrain(Models):
         )
         self._rng = random.Random(settings.seed)
         self._seen: dict[str, SeenPrefixes] = {}
+        self._departures = Departures()
         self._holding = (
             Holding(Admission(AdmissionParameters(), Guard(fleet.sessions.returns)), fleet, metrics)
             if settings.admission == "guarded"
@@ -87,12 +89,49 @@ class RouterBrain(Models):
 
         Decisions about a request without an id are not kept.
         """
+        model, session = await self._who(request, headers, tenant=tenant)
+        started = self._fleet.clock()
+        prepared = await self._keyed(request, model, session=session)
+        now = self._fleet.clock()
+        if prepared.tokens is not None:
+            self._metrics.tokenize_seconds.observe(now - started)
+            self._promises.recall(prepared, now=now)
+        keyed = self._keyed_by(prepared)
+        self._metrics.prompts.labels(keyed).inc()
+        self._know_ideal(prepared)
+        self._remember(prepared)
+        prepared.decided = _decided(prepared, request_id, tenant=tenant, keyed=keyed)
+        return prepared
+
+    async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
+        """Decide about a request without sending it. Nothing of it is remembered or counted."""
+        model, session = await self._who(request, headers, tenant=tenant)
+        prepared = await self._keyed(request, model, session=session)
+        self._know_ideal(prepared)
+        decided = _decided(prepared, "", tenant=tenant, keyed=self._keyed_by(prepared))
+        now = self._fleet.clock()
+        route = self._route(prepared, exclude=frozenset(), now=now)
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())  # the draw that the next request will have
+        policy = copy(self._policy)
+        leaving = self._departures.leaving(route, self._fleet.view)
+        decision = policy(self._fleet.view, leaving or route, rng, now)
+        if decision is None:
+            raise no_worker(self._fleet.view, prepared.model)
+        self.decisions.add(decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
+        return decided
+
+    async def _who(
+        self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str
+    ) -> tuple[str, SessionKey | None]:
         model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
         if session is not None and self._fleet.shared.is_shared:
             await self._fleet.shared.look_up(model, session)
+        return model, session
+
+    async def _keyed(self, request: InferenceRequest, model: str, *, session: SessionKey | None) -> PreparedRequest:
         seed, plain_seed = self.seeds(model, request.fields)
-        started = self._fleet.clock()
         prompt = await self.tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
         prepared = PreparedRequest(
@@ -106,41 +145,16 @@ class RouterBrain(Models):
             handovers=contracts(request) if self.makes_pairs else frozenset(),
         )
         if prompt is not None:
-            self._metrics.tokenize_seconds.observe(self._fleet.clock() - started)
             prepared.know_keys(prompt.keys)
-            self._promises.recall(prepared, now=self._fleet.clock())
-        if tokens is None:
-            prepared.text_keys = request_text_keys(request, model=model, seed=prepared.seed)
-        if tokens is not None:
-            keyed = "tokens" if model in self._tokenizers else "worker"
         else:
-            keyed = "text" if prepared.text_keys else "none"
-        self._metrics.prompts.labels(keyed).inc()
-        prepared.ideal_tokens = self._ideal_tokens(prepared)
-        prepared.decided = Decided(
-            request_id,
-            model,
-            tenant=tenant,
-            session=session_hash(session),
-            keyed=keyed,
-            prompt_tokens=prepared.prompt_tokens,
-            ideal_tokens=prepared.ideal_tokens,
-        )
+            prepared.text_keys = request_text_keys(request, model=model, seed=prepared.seed)
         return prepared
 
-    async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
-        """Decide about a request without sending it. Nothing but its having been seen is remembered."""
-        prepared = await self.prepare(request, headers, tenant=tenant)
-        assert prepared.decided is not None
-        now = self._fleet.clock()
-        route = self._route(prepared, exclude=frozenset(), now=now)
-        rng = random.Random()
-        rng.setstate(self._rng.getstate())  # the draw that the next request will have
-        decision = copy(self._policy)(self._fleet.view, route, rng, now)
-        if decision is None:
-            raise no_worker(self._fleet.view, prepared.model)
-        self.decisions.add(prepared.decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
-        return prepared.decided
+    def _keyed_by(self, prepared: PreparedRequest) -> str:
+        """How the prompt was recognised: a label of ``homing_prompts_total``."""
+        if prepared.tokens is not None:
+            return "tokens" if prepared.model in self._tokenizers else "worker"
+        return "text" if prepared.text_keys else "none"
 
     def _session(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> SessionKey | None:
         """Who asks; nobody in particular where nothing will be left in a cache to come home to."""
@@ -188,7 +202,10 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
-        decision = self._decide(request, now=now)
+        leaving = self._departures.leaving(request, fleet.view)
+        decision = self._decide(leaving, now=now) if leaving is not None else None
+        if decision is None:
+            leaving, decision = None, self._decide(request, now=now)
         self._decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
@@ -198,6 +215,8 @@ class RouterBrain(Models):
         if self._holding is not None and not self.makes_pairs:
             lease.visit = self._holding.started(request, decision.slot)
         self._note(lease, request, now=now)
+        if leaving is not None:
+            self._departures.left(request, leaving, lease.claim)
         attempt = Attempt(target=lease.member.target, decision=decision, lease=lease)
         if decision.prefill is None:
             return attempt
@@ -225,12 +244,22 @@ class RouterBrain(Models):
         """What the policy is asked, as of now."""
         fleet = self._fleet
         model, session = prepared.model, prepared.session
-        home = fleet.home(model, session, now=now) if session else None
+        reusable = self._reusable(prepared)
+        home = prefill_home = None
+        is_beginning = False
+        if session is not None:
+            answering = reusable
+            if self.makes_pairs:
+                answering, computing = by_part(reusable, fleet.view)
+                prefill_home = fleet.prompts.home(model, session, now=now, held=computing)
+                prefill_home = self._home(prepared, computing, prefill_home)
+            home = self._home(prepared, answering, fleet.home(model, session, now=now, held=answering))
+            is_beginning = fleet.sessions.is_beginning(model, session)
         return RouteRequest(
             model=prepared.model,
             prompt_tokens=prepared.prompt_tokens,
             output_tokens=prepared.output_tokens,
-            reusable_tokens=self._reusable(prepared, home),
+            reusable_tokens=reusable,
             loadable_tokens=self._loadable(prepared),
             session=prepared.session,
             home=home,
@@ -238,8 +267,27 @@ class RouterBrain(Models):
             allowed=prepared.allowed,
             return_ratio=fleet.sessions.returns.ratio,
             handovers=prepared.handovers,
-            prefill_home=fleet.prompts.home(model, session, now=now) if session and self.makes_pairs else None,
+            prefill_home=prefill_home,
+            is_beginning=is_beginning,
         )
+
+    def _home(self, prepared: PreparedRequest, reusable: Mapping[int, int], known: int | None) -> int | None:
+        """The rank that is known for the session's home, or another that holds more of it.
+
+        After a restart, or with the shared state gone, this router does not know where a session was. What a rank holds
+        of a prompt that neither this router has sent anywhere nor other conversations go on from is its past.
+        """
+        known_tokens = 0 if known is None else reusable.get(known, 0)
+        most_tokens = max(reusable.values(), default=0)
+        if most_tokens <= max(known_tokens, prepared.ideal_tokens) or prepared.tokens is None:
+            return known
+        shared_tokens = max(
+            index.shared_tokens(prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens)
+            for index in self._fleet.indexes(prepared.model)
+        )
+        if most_tokens <= shared_tokens:
+            return known
+        return max(reusable, key=reusable.__getitem__)
 
     def _note(self, lease: Lease, request: RouteRequest, *, now: float) -> None:
         """Remember the decision for whoever asks why."""
@@ -251,14 +299,16 @@ class RouterBrain(Models):
             self.decisions.open(decided)
         lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
 
-    def _reusable(self, prepared: PreparedRequest, home: int | None = None) -> Mapping[int, int]:
+    def _reusable(self, prepared: PreparedRequest) -> Mapping[int, int]:
         reusable: dict[int, int] = {}
         if prepared.tokens is None:
             most = prepared.prompt_tokens - 1
             for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
                 reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
-            if home is not None and (sent := self._sent_elsewhere(prepared)):
-                reusable[home] = max(reusable.get(home, 0), min(most, sent))
+            if prepared.session is not None and (sent := self._sent_elsewhere(prepared, prepared.session)):
+                home = self._fleet.home(prepared.model, prepared.session, now=self._fleet.clock())
+                if home is not None:
+                    reusable[home] = max(reusable.get(home, 0), min(most, sent))
             return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
@@ -274,23 +324,40 @@ class RouterBrain(Models):
                 loadable.update(index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
         return loadable
 
-    def _sent_elsewhere(self, prepared: PreparedRequest) -> int:
+    def _sent_elsewhere(self, prepared: PreparedRequest, session: SessionKey) -> int:
         """Tokens of the session's last prompt if another replica sent it: text that this one has not seen."""
-        assert prepared.session is not None, "only a session has a home"
-        shared = self._fleet.shared.home(prepared.model, prepared.session)
+        shared = self._fleet.shared.home(prepared.model, session)
         return 0 if shared is None or shared.is_own else shared.prompt_tokens
 
-    def _ideal_tokens(self, prepared: PreparedRequest) -> int:
-        """Tokens of the prompt that an endless cache shared by all ranks would have, and remember the prompt."""
-        indexes = self._fleet.indexes(prepared.model)
-        if prepared.tokens is None or not indexes:
+    def _know_ideal(self, prepared: PreparedRequest) -> None:
+        """Note the tokens of the prompt that an endless cache shared by all ranks would have."""
+        block_tokens = self._smallest_block_tokens(prepared)
+        if block_tokens and (earlier := self._seen.get(prepared.model)) is not None:
+            blocks = earlier.blocks_seen(prepared.keys(block_tokens))
+            prepared.ideal_tokens = min(blocks, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
+
+    def _remember(self, prepared: PreparedRequest) -> None:
+        """The prompt has been asked for."""
+        if block_tokens := self._smallest_block_tokens(prepared):
+            self._seen.setdefault(prepared.model, SeenPrefixes()).add(prepared.keys(block_tokens))
+
+    def _smallest_block_tokens(self, prepared: PreparedRequest) -> int:
+        """Of the model's ranks; 0 where there is none, or no tokens to put into blocks."""
+        if prepared.tokens is None:
             return 0
-        block_tokens = min(index.block_tokens for index in indexes)
-        keys = prepared.keys(block_tokens)
-        earlier = self._seen.setdefault(prepared.model, SeenPrefixes())
-        seen = earlier.blocks_seen(keys)
-        earlier.add(keys)
-        return min(seen, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
+        return min((index.block_tokens for index in self._fleet.indexes(prepared.model)), default=0)
+
+
+def _decided(prepared: PreparedRequest, request_id: str, *, tenant: str, keyed: str) -> Decided:
+    return Decided(
+        request_id,
+        prepared.model,
+        tenant=tenant,
+        session=session_hash(prepared.session),
+        keyed=keyed,
+        prompt_tokens=prepared.prompt_tokens,
+        ideal_tokens=prepared.ideal_tokens,
+    )
 
 
 def _is_loading(request: RouteRequest, decision: Decision) -> bool:
