@@ -25,7 +25,7 @@ from engine_shim.types import Chunk, Request, Sampling, WindowTails
 pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
 
 from engine_shim.attention import kernel_attention
-from engine_shim.runner.graphs import DecodeGraphs
+from engine_shim.runner.graphs import DecodeGraphs, DecodeInputs
 
 TOLERANCE = 2e-4
 DELTA_NET_TOLERANCE = 2e-3
@@ -68,10 +68,10 @@ def test_logits(tiny: TinyModel, decoder: Decoder) -> None:
 
 def test_decodes_over_fixed_inputs(tiny: TinyModel, decoder: Decoder) -> None:
     """Batches that shrink and grow again pass through the same few inputs, and each answer is transformers'."""
-    rank = ParityRank(decoder, kernels=True, graph_decodes=4, record=False, chunk_tokens=80)
+    rank = ParityRank(decoder, kernels=True, graph_decodes=4, record=False, chunk_tokens=96)
     finished = rank.generate({"alone": prompt(30, seed=5)}, max_tokens=3)
     requests = {}
-    for name, tokens in {"a": 2, "b": 4, "c": 6}.items():
+    for name, tokens in {"a": 2, "b": 4, "c": 6, "d": 3}.items():
         requests[name] = Request(name, tuple(prompt(18 + tokens, seed=tokens)), Sampling(max_tokens=tokens))
         rank.scheduler.add(requests[name])
     while rank.scheduler.has_work:
@@ -125,7 +125,7 @@ def test_drafts(tiny: TinyModel, decoder: Decoder) -> None:
 
 
 class _Log(TorchDispatchMode):
-    """Every operation that runs, with all that is not a tensor, and the shapes of what is."""
+    """Every operation that runs, with all that is not a tensor, the shapes of what is, and what the host brings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,9 @@ class _Log(TorchDispatchMode):
                 return value.nbytes()
             return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
-        self.operations.append((str(func), known(args), known(tuple((kwargs or {}).values()))))
+        # What comes from the host is the same in every replay: its values count, too.
+        values = args[0].tolist() if func is torch.ops.aten.lift_fresh.default else None
+        self.operations.append((str(func), known(args), known(tuple((kwargs or {}).values())), values))
         return func(*args, **(kwargs or {}))
 
 
@@ -165,23 +167,46 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def decode(rank: ParityRank, tokens: int, *, page: int) -> Chunk:
+    """The last of so many tokens, on pages from ``page`` on."""
+    request = Request("r", tuple(prompt(tokens, seed=tokens)), Sampling(max_tokens=1))
+    tables = [list(range(page, page + 20)) for _ in rank.layout.groups]
+    if rank.layout.state is not None:
+        tables[rank.layout.state.index] = [page % 40 + 1, page % 40 + 2]
+    return Chunk(request, tokens - 1, 1, tuple(tables), samples=True, draws=0)
+
+
+def test_who_has_left_is_gone(tiny: TinyModel, decoder: Decoder) -> None:
+    """Places that a smaller batch leaves empty read nothing, start from no state and write to the null page."""
+    rank = ParityRank(decoder)
+    inputs = DecodeInputs(rank.layout, size=4, max_context_tokens=160, device=torch.device("cpu"))
+    chunks = [decode(rank, length, page=1 + 21 * n) for n, length in enumerate([3, 90, 8, 40])]
+    inputs.fill(chunks)
+    assert inputs.tables.lengths.tolist() == [3, 90, 8, 40]
+    assert all((table.writes >= rank.layout.page_tokens).all() for table in inputs.tables.groups)
+    inputs.fill(chunks[1:2])
+    assert inputs.tables.lengths.tolist() == [90, 0, 0, 0]
+    assert inputs.positions.tolist() == [89, 0, 0, 0]
+    assert inputs.tokens[1:].tolist() == [0, 0, 0]
+    for table in inputs.tables.groups:
+        assert table.writes[0] >= rank.layout.page_tokens
+        assert table.writes[1:].tolist() == [0, 0, 0]
+    if rank.layout.state is not None:
+        assert inputs.states.fresh.tolist() == [False, True, True, True]
+        assert inputs.states.sources.tolist() == [23, 0, 0, 0]
+        assert inputs.states.targets.tolist() == [24, 0, 0, 0]
+
+
 @torch.inference_mode()
 def test_a_replay_would_serve_any_step(tiny: TinyModel, decoder: Decoder, launches: list[Any]) -> None:
     """What a step of one size launches is the same for any lengths, pages and tokens, and for fewer sequences."""
     rank = ParityRank(decoder, kernels=True)
     graphs = DecodeGraphs(decoder, rank.runner.pools, rank.runner.states, largest=4)
 
-    def decode(tokens: int, page: int) -> Chunk:
-        request = Request("r", tuple(prompt(tokens, seed=tokens)), Sampling(max_tokens=1))
-        tables = [list(range(page, page + 20)) for _ in rank.layout.groups]
-        if rank.layout.state is not None:
-            tables[rank.layout.state.index] = [page % 40 + 1, page % 40 + 2]
-        return Chunk(request, tokens - 1, 1, tuple(tables), samples=True, draws=0)
-
     logs = []
     for lengths in ([3, 90, 8, 40], [37, 1, 50]):
         launches.clear()
-        chunks = [decode(length, 1 + 21 * n) for n, length in enumerate(lengths)]
+        chunks = [decode(rank, length, page=1 + 21 * n) for n, length in enumerate(lengths)]
         graphs.logits(chunks)
         graphs._steps[4].inputs.fill(chunks)
         with _Log() as log:
@@ -189,6 +214,8 @@ def test_a_replay_would_serve_any_step(tiny: TinyModel, decoder: Decoder, launch
         logs.append((log.operations, list(launches)[len(launches) // 2 :]))
     assert logs[0] == logs[1]
     assert len(logs[0][0]) > 20
+    if tiny.family == "gemma3":  # the embedding's scale, which shows that such values are seen
+        assert [values for *_, values in logs[0][0] if values is not None] == [8.0]
     assert {grid[0] for grid, _, _ in logs[0][1]} == {4}
 
 
