@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -82,7 +82,8 @@ def identify(
 ) -> SessionKey | None:
     """Name the session of a request, or None if nothing names it. ``headers`` has lower-case names."""
     agent, named, late = "", "", ""
-    for name in sorted(_SIGNALS.intersection(headers), key=_ORDER.__getitem__):
+    told: Collection[str] = _SIGNALS.intersection(headers)
+    for name in told if len(told) < 2 else sorted(told, key=_ORDER.__getitem__):
         value = headers[name]
         if name in _AGENT_HEADERS:
             agent = _clean(value)

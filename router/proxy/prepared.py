@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from router.core.types import Handover, SessionKey
 from router.fleet.decisions import Decided
@@ -107,4 +108,9 @@ def request_text_keys(request: InferenceRequest, *, model: str, seed: int) -> Se
         text = prompt_text(request.prompt)
     else:
         return ()
-    return text_keys(text, parent=namespace_seed(model, str(seed)))
+    return text_keys(text, parent=_text_seed(model, seed))
+
+
+@lru_cache(maxsize=1024)
+def _text_seed(model: str, seed: int) -> int:
+    return namespace_seed(model, str(seed))

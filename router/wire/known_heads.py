@@ -15,9 +15,9 @@ Head = TypeVar("Head")
 
 #: So many are kept, the earliest forgotten first.
 MAX_HEADS: Final = 1024
-_SPELLINGS: Final = (b"content-length: ", b"Content-Length: ")
-#: Bodies are shorter than this many digits can say.
-_MAX_DIGITS: Final = 12
+#: How the line before the digits begins; any other is another header's, or some header's value.
+_SPELLINGS: Final = frozenset({b"\r\ncontent-l", b"\r\nContent-L"})
+_REST: Final = b"ength: "
 
 
 class KnownHeads(Generic[Head]):
@@ -31,34 +31,32 @@ class KnownHeads(Generic[Head]):
 
     def whole(self, data: bytes) -> tuple[Head, bytes] | None:
         """Head and body, if ``data`` is one message, whole and alone, whose head is known."""
-        parts = _parts(data)
-        if parts is None:
+        end = data.find(b"\r\n\r\n")
+        key = _key(data, end)
+        if key is None:
             return None
-        key, end, length = parts
         head = self._heads.get(key)
-        return (head, data[end:]) if head is not None and len(data) == end + length else None
+        return None if head is None else (head, data[end + 4 :])
 
     def learn(self, data: bytes, head: Head) -> None:
-        """``data`` began with this head, which has one Content-Length and was found valid."""
-        parts = _parts(data)
-        if parts is None:
+        """``data`` was one message, whole and alone. Its head, which was found valid, has one Content-Length."""
+        key = _key(data, data.find(b"\r\n\r\n"))
+        if key is None:
             return
         if len(self._heads) >= MAX_HEADS:
             del self._heads[next(iter(self._heads))]
-        self._heads[parts[0]] = head
+        self._heads[key] = head
 
 
-def _parts(data: bytes) -> tuple[bytes, int, int] | None:
-    """A head without the digits of its length, where its body starts, and the length."""
-    end = data.find(b"\r\n\r\n") + 4
-    for spelling in _SPELLINGS:
-        start = data.find(spelling, 0, end) + len(spelling)
-        if start >= len(spelling):
-            stop = data.find(b"\r", start, end)
-            digits = data[start:stop]
-            # In the middle of a line it is another header, or some header's value.
-            is_line = data.startswith(b"\r\n", start - len(spelling) - 2)
-            if is_line and digits.isdigit() and len(digits) <= _MAX_DIGITS:
-                return data[:start] + data[stop:end], end, int(digits)
-            return None
-    return None
+def _key(data: bytes, end: int) -> bytes | None:
+    """The head, up to ``end``, without its length's digits, if all that follows has this length.
+
+    What stands for the digits cannot stand in a head, so no two heads have one key.
+    """
+    if end < 0:
+        return None
+    before, _, rest = data[:end].partition(_REST)
+    digits, _, after = rest.partition(b"\r\n")
+    if before[-11:] not in _SPELLINGS or digits != b"%d" % (len(data) - end - 4):
+        return None
+    return b"%b\r\n\r\n%b" % (before, after)

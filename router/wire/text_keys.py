@@ -34,12 +34,11 @@ _ENDS: Final = _ends()
 
 def text_keys(text: bytes, *, parent: int) -> list[int]:
     """Keys of the whole blocks of ``text``; each names its block and all that stands before it."""
-    data = memoryview(text)
     digest = xxhash.xxh3_64_intdigest
     keys: list[int] = []
     start = 0
     for end in _ENDS[: bisect_right(_ENDS, len(text))]:
-        parent = digest(data[start:end], parent)
+        parent = digest(text[start:end], parent)
         keys.append(parent)
         start = end
     return keys

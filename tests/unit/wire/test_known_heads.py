@@ -66,10 +66,12 @@ messages = st.builds(
 
 PLAIN = b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nxxx"
 LAST = PLAIN.replace(b"Host: a", b"Host: a\r\nConnection: close")
+CUT = b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: "
 MISLEADING = PLAIN.replace(b"Host: a", b"Host: a\r\nx-content-length: 3")
 
 
 @example(before=[PLAIN], after=[LAST, PLAIN])
+@example(before=[CUT + b"3\r\n\r\nxxx"], after=[CUT + b"%d\r" % len(CUT)])
 @example(before=[MISLEADING], after=[MISLEADING.replace(b"th: 3", b"th: 9", 1) + b"x" * 6])
 @given(before=st.lists(messages, min_size=1, max_size=4), after=st.lists(messages, min_size=1, max_size=4))
 def test_what_is_known_changes_nothing(before: list[bytes], after: list[bytes]) -> None:
