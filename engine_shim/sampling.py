@@ -112,6 +112,8 @@ class Sampler:
 
     def __call__(self, logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[int, ...]]) -> list[Sampled]:
         """What each chunk comes to. Its rows of ``logits``, which are overwritten, are one more than its drafts."""
+        if not any(drafts) and all(_is_plain(chunk.request) for chunk in chunks):
+            return [Sampled((token,)) for token in logits.argmax(dim=-1).tolist()]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         draws: list[Draw] = []
         told: dict[Request, Tensor] = {}
@@ -170,6 +172,21 @@ class Sampler:
         _count(history.output, request.tokens[history.known :])
         history.known = len(request.tokens)
         return history
+
+
+def _is_plain(request: Request) -> bool:
+    """The likeliest token is wanted, and nothing else."""
+    wanted = request.sampling
+    return (
+        wanted.temperature == 0.0
+        and request.constraint is None
+        and wanted.logprobs is None
+        and not wanted.logit_bias
+        and not wanted.min_tokens
+        and not wanted.presence_penalty
+        and not wanted.frequency_penalty
+        and wanted.repetition_penalty == 1.0
+    )
 
 
 def held(chosen: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine_shim.attention.plan import Plan, Segment
+from engine_shim.attention.plan import GroupPlan, Plan, Segment
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheLayout, GroupKind
+
+
+class Gathered:
+    """Where the keys and values that one attention call reads are brought together, each call in the place of the last.
+
+    On the CPU fresh memory costs page faults, which take longer than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._keys = self._values = torch.empty(0)
+
+    def __call__(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """A segment's keys and values, ``[B, L, kv_heads, head_dim]``, of pools ``[pages, page_tokens, ...]``.
+
+        Good until the next call.
+        """
+        batch, pages = segment.pages.shape
+        needed = batch * pages * keys[0].numel()
+        if self._keys.numel() < needed or self._keys.dtype is not keys.dtype:
+            # Contexts grow by a token a step: with room to spare a buffer lasts for many steps.
+            self._keys, self._values = (keys.new_empty(needed + needed // 4) for _ in range(2))
+        flat = segment.pages.view(-1)
+        return (
+            self._fetch(keys, flat, segment, self._keys[:needed]),
+            self._fetch(values, flat, segment, self._values[:needed]),
+        )
+
+    @staticmethod
+    def _fetch(pool: Tensor, pages: Tensor, segment: Segment, buffer: Tensor) -> Tensor:
+        # Whole pages: a copy of a few long rows is twice as fast as one of many short ones.
+        torch.index_select(pool.view(pool.shape[0], -1), 0, pages, out=buffer.view(len(pages), -1))
+        if segment.blank is not None:
+            buffer.view(-1, pool.shape[2] * pool.shape[3]).index_fill_(0, segment.blank, 0.0)
+        return buffer.view(segment.pages.shape[0], -1, *pool.shape[2:])[:, segment.keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +59,7 @@ class Pools:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     barrier: LayerBarrier
+    gathered: Gathered = field(default_factory=Gathered)
 
     @classmethod
     def allocate(
@@ -66,32 +101,43 @@ class PagedAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group, row = self._places[layer]
         plan = self._plan.groups[group]
-        # Slots are rows: [pages * page_tokens, kv_heads, head_dim].
-        keys, values = (pool.flatten(0, 1) for pool in self._pools.of_layer(layer, group, row))
-        keys.index_copy_(0, plan.writes, key)
-        values.index_copy_(0, plan.writes, value)
-        out = torch.empty_like(query)
-        for segment in plan.segments:
-            attended = attend(query[segment.rows], keys, values, segment=segment, scale=self._scale)
-            out.index_copy_(0, segment.rows, attended)
-        return out
+        keys, values = self._pools.of_layer(layer, group, row)
+        write(keys, values, plan, key=key, value=value)
+        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=self._pools.gathered)
+
+
+def write(keys: Tensor, values: Tensor, plan: GroupPlan, *, key: Tensor, value: Tensor) -> None:
+    """Put a batch's own ``[tokens, kv_heads, head_dim]`` into their slots."""
+    keys.flatten(0, 1).index_copy_(0, plan.writes, key)
+    values.flatten(0, 1).index_copy_(0, plan.writes, value)
+
+
+def attend_all(
+    query: Tensor, keys: Tensor, values: Tensor, *, plan: GroupPlan, scale: float, gathered: Gathered
+) -> Tensor:
+    """Attention of a batch: ``query`` ``[tokens, heads, head_dim]`` over pools ``[pages, page_tokens, ...]``."""
+    out = torch.empty_like(query)
+    for segment in plan.segments:
+        k, v = gathered(keys, values, segment)
+        attended = attend(query[segment.rows], k, v, segment=segment, scale=scale)
+        if len(plan.segments) == 1 and isinstance(segment.rows, slice):
+            return attended
+        out[segment.rows] = attended
+    return out
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, *, segment: Segment, scale: float) -> Tensor:
     """Attention of one segment: ``query`` ``[B * C, heads, head_dim]`` in, the same shape out.
 
-    Heads that share a key head (GQA) are laid along the batch or the query axis, so that keys and values are
-    never repeated in memory: for decodes they are queries of one sequence, for a prefill they are sequences
-    that share one storage.
+    ``keys`` and ``values`` are ``[B, L, kv_heads, head_dim]``. Heads that share a key head (GQA) are laid along the
+    batch or the query axis, so that keys and values are never repeated in memory: for decodes they are queries of one
+    sequence, for a prefill they are sequences that share one storage.
     """
-    batch, length = segment.slots.shape
-    heads, head_dim = query.shape[1:]
-    kv_heads = keys.shape[1]
+    batch, _, kv_heads, head_dim = keys.shape
+    heads = query.shape[1]
     repeats = heads // kv_heads
-    flat = segment.slots.flatten()
     # [B, kv_heads, L, head_dim]
-    k = keys.index_select(0, flat).view(batch, length, kv_heads, head_dim).transpose(1, 2)
-    v = values.index_select(0, flat).view(batch, length, kv_heads, head_dim).transpose(1, 2)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if query.shape[0] == batch:
         q = query.view(batch, kv_heads, repeats, head_dim)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)

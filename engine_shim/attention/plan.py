@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,17 @@ Integers = npt.NDArray[np.int64]
 class Segment:
     """Sequences that one attention call serves: B sequences of C queries each, over at most L keys.
 
-    ``rows`` ``[B * C]`` are the queries' rows in the batch. ``slots`` ``[B, L]`` are the keys' slots; a shorter
-    sequence repeats its own last slot, so that no slot which nobody wrote is ever read. ``mask`` is added to the
-    scores, ``[B, 1, C, L]`` of 0 and -inf; None means that every query sees every key, or, with ``causal``
-    (C = L), the keys up to its own.
+    ``rows`` ``[B * C]`` are the queries' rows in the batch, a slice where they lie side by side. ``pages`` ``[B, P]``
+    hold the keys, which are the tokens ``keys`` of these pages, L of them; behind a shorter sequence one of its pages
+    stands again. ``blank`` are the tokens of the pages, counted through, that are to be zeroed before they are read,
+    since nobody may have written them; None: there are none. ``mask`` is added to the scores, ``[B, 1, C, L]`` of 0
+    and -inf; None means that every query sees every key, or, with ``causal`` (C = L), the keys up to its own.
     """
 
-    rows: Tensor
-    slots: Tensor
+    rows: Tensor | slice
+    pages: Tensor
+    keys: slice
+    blank: Tensor | None
     mask: Tensor | None
     causal: bool
 
@@ -99,12 +102,13 @@ def make_plan(
         for token in (*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *drafted)
     ]
     # From here on a draft is a position like any other.
-    chunks = [replace(chunk, count=chunk.count + len(tried)) for chunk, tried in zip(batch.chunks, drafts, strict=True)]
-    counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
-    ends = np.cumsum(counts)
-    first_rows = ends - counts
-    positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-    sampling = [(end, len(tried)) for c, end, tried in zip(chunks, ends.tolist(), drafts, strict=True) if c.samples]
+    chunks = [
+        replace(chunk, count=chunk.count + len(tried)) if tried else chunk
+        for chunk, tried in zip(batch.chunks, drafts, strict=True)
+    ]
+    ends = list(accumulate(chunk.count for chunk in chunks))
+    positions = [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.count)]
+    sampling = [(end, len(tried)) for chunk, end, tried in zip(chunks, ends, drafts, strict=True) if chunk.samples]
     sampled = np.array([row for end, tried in sampling for row in range(end - tried - 1, end)], dtype=np.int64)
 
     def place(array: Integers) -> Tensor:
@@ -114,14 +118,14 @@ def make_plan(
     return Plan(
         chunks=tuple(chunks),
         tokens=place(np.array(tokens, dtype=np.int64)),
-        positions=place(positions),
+        positions=place(np.array(positions, dtype=np.int64)),
         sampled=place(sampled),
         groups=tuple(
             group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype)
             for group in attention
             if segments
         ),
-        states=_states(chunks, layout.state, first_rows, drafts=drafts, device=device) if layout.state else None,
+        states=_states(chunks, layout.state, drafts=drafts, device=device) if layout.state else None,
     )
 
 
@@ -136,30 +140,54 @@ def group_plan(
     ends = np.cumsum([chunk.count for chunk in chunks])
     segments = []
     for members in _together(chunks, group):
-        rows = np.concatenate([np.arange(ends[i] - chunks[i].count, ends[i]) for i in members])
+        rows: Tensor | slice
+        if members[-1] - members[0] == len(members) - 1:
+            rows = slice(int(ends[members[0]]) - chunks[members[0]].count, int(ends[members[-1]]))
+        else:
+            rows = place(np.concatenate([np.arange(ends[i] - chunks[i].count, ends[i]) for i in members]))
         keys = _keys([chunks[i] for i in members], group, page_tokens=page_tokens)
         causal = keys.offset == 0 and keys.count > 1 and not keys.windowed(group)
-        mask = None if causal else _mask(keys, group, device=device, dtype=dtype)
-        segments.append(Segment(rows=place(rows), slots=place(keys.slots), mask=mask, causal=causal))
+        segments.append(
+            Segment(
+                rows=rows,
+                pages=place(keys.pages),
+                keys=keys.tokens,
+                blank=None if keys.blank is None else place(keys.blank),
+                mask=None if causal else _mask(keys, group, device=device, dtype=dtype),
+                causal=causal,
+            )
+        )
     writes = group_writes(chunks, group, page_tokens=page_tokens, device=device)
     return GroupPlan(writes=writes, segments=tuple(segments))
 
 
 def group_writes(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int, device: torch.device) -> Tensor:
-    """The slots of the chunks' own positions in one group, ``[tokens]``."""
-    slots = np.concatenate([_written_slots(chunk, group, page_tokens=page_tokens) for chunk in chunks])
-    return torch.from_numpy(slots).to(device, non_blocking=True)
+    """The slots of the chunks' own positions in one group, ``[tokens]``; null ones for those that have their place."""
+    slots: list[int] = []
+    for chunk in chunks:
+        placed = 0 if group.kind is GroupKind.WINDOW else chunk.rebuilt_until
+        position, end = chunk.start, chunk.start + chunk.count
+        while position < end:
+            number, offset = divmod(position, page_tokens)
+            count = min(end - position, page_tokens - offset)
+            page = chunk.tables[group.index][number]
+            if position < placed:
+                page, count = NULL_PAGE, min(count, placed - position)
+            slots += range(page * page_tokens + offset, page * page_tokens + offset + count)
+            position += count
+    return torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _states(
     chunks: Sequence[Chunk],
     group: CacheGroup,
-    first_rows: Integers,
     *,
     drafts: Sequence[tuple[int, ...]],
     device: torch.device,
 ) -> StatePlan:
     slots = np.array([chunk.tables[group.index] for chunk in chunks], dtype=np.int64)
+    counts = np.array([chunk.count for chunk in chunks], dtype=np.int64)
+    first_rows = np.cumsum(counts) - counts
     singles = [i for i, chunk in enumerate(chunks) if chunk.count == 1]
     parts = [(singles, first_rows[singles])] if singles else []
     for i, chunk in enumerate(chunks):
@@ -192,66 +220,65 @@ def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
     return prefills + [list(members) for _, members in groupby(decodes, key=bucket)]
 
 
-def _written_slots(chunk: Chunk, group: CacheGroup, *, page_tokens: int) -> Integers:
-    """Slots of the chunk's own positions, of the null page for those that have their place already."""
-    first_page = chunk.start // page_tokens
-    table = np.array(chunk.tables[group.index][first_page : _pages(chunk, page_tokens)], dtype=np.int64)
-    positions = np.arange(chunk.start, chunk.start + chunk.count)
-    pages = table[positions // page_tokens - first_page]
-    if group.kind is not GroupKind.WINDOW:
-        pages = np.where(positions < chunk.rebuilt_until, NULL_PAGE, pages)
-    return pages * page_tokens + positions % page_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Where a segment's keys are, ``slots`` ``[B, L]``, of which the first ``lengths`` are real.
+    """Where a segment's keys are: ``tokens`` of the ``pages`` ``[B, P]``.
 
-    ``offset`` is how many keys come before the first query; the queries are the last ``count`` keys.
+    ``hidden`` ``[B, L]`` are not a sequence's own, of which ``blank``, counted through all tokens of the pages, may be
+    anything; both None where all are alike. ``offset`` is how many keys come before the first query; the queries are
+    the last ``count`` keys.
     """
 
-    slots: Integers
-    lengths: Integers
+    pages: Integers
+    tokens: slice
+    hidden: npt.NDArray[np.bool_] | None
+    blank: Integers | None
     count: int
     offset: int
 
+    @property
+    def length(self) -> int:
+        """L."""
+        return int(self.tokens.stop - self.tokens.start)
+
     def windowed(self, group: CacheGroup) -> bool:
         """Some query has a key out of its window."""
-        return group.window_tokens is not None and self.slots.shape[1] > group.window_tokens
+        return group.window_tokens is not None and self.length > group.window_tokens
 
 
 def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _Keys:
     """The keys of decodes, or of one prefill chunk: all that lie in the window of one of the queries."""
-    starts = np.array([chunk.start for chunk in chunks])
-    reach = starts
-    if group.window_tokens is not None:
-        reach = np.minimum(starts - [chunk.window_start for chunk in chunks], group.window_tokens - 1)
-    lows = starts - reach
-    lengths = reach + chunks[0].count
-    positions = lows[:, None] + np.minimum(np.arange(lengths.max()), lengths[:, None] - 1)
-
-    first_pages = lows // page_tokens
-    held = [
-        chunk.tables[group.index][first : _pages(chunk, page_tokens)]
-        for chunk, first in zip(chunks, first_pages.tolist(), strict=True)
-    ]
-    tables = np.zeros((len(chunks), max(len(pages) for pages in held)), dtype=np.int64)
-    for row, pages in enumerate(held):
-        tables[row, : len(pages)] = pages
-    found = np.take_along_axis(tables, positions // page_tokens - first_pages[:, None], axis=1)
-    slots = found * page_tokens + positions % page_tokens
-    return _Keys(slots=slots, lengths=lengths, count=chunks[0].count, offset=int(reach[0]))
+    window = group.window_tokens
+    held, lows, ends, reach = [], [], [], 0
+    for chunk in chunks:
+        reach = chunk.start if window is None else min(chunk.start - chunk.window_start, window - 1)
+        # Counted from the first page on, the keys are those from low to end.
+        first_page, low = divmod(chunk.start - reach, page_tokens)
+        lows.append(low)
+        ends.append(low + reach + chunk.count)
+        held.append(chunk.tables[group.index][first_page : _pages(chunk, page_tokens)])
+    width = max(map(len, held))
+    # Behind its end a page that is neither its first nor its last: of that all is written.
+    pages = np.array([[*own, *[own[min(1, len(own) - 1)]] * (width - len(own))] for own in held], dtype=np.int64)
+    tokens, hidden, blank = slice(lows[0], ends[0]), None, None
+    if len({*lows}) > 1 or len({*ends}) > 1:
+        tokens = slice(0, max(ends))
+        places = np.arange(tokens.stop)
+        hidden = (places < np.array(lows)[:, None]) | (places >= np.array(ends)[:, None])
+        unsure = np.array([len(own) if len(own) > 2 else width for own in held]) * page_tokens
+        rows, places = (hidden & (places < unsure[:, None])).nonzero()
+        blank = rows * (width * page_tokens) + places
+    return _Keys(pages, tokens, hidden, blank, count=chunks[0].count, offset=reach)
 
 
 def _mask(keys: _Keys, group: CacheGroup, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """What is added to a segment's scores, built on the device; None if nothing is to be hidden."""
-    length = keys.slots.shape[1]
+    length = keys.length
     if keys.count == 1:
-        # All real keys of a decode are visible; only repeated ones are not.
-        if keys.lengths.min() == length:
+        # All real keys of a decode are visible.
+        if keys.hidden is None:
             return None
-        lengths = torch.from_numpy(keys.lengths).to(device, non_blocking=True)
-        hidden = torch.arange(length, device=device) >= lengths[:, None]
+        hidden = torch.from_numpy(keys.hidden).to(device, non_blocking=True)
         mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
         return mask[:, None, None, :]
     mask = torch.zeros(keys.count, length, device=device, dtype=dtype)

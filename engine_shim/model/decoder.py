@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from engine_shim.model.config import Activation, ModelConfig, Rope
+from engine_shim.model.linear import linear
 
 
 class Attention(Protocol):
@@ -54,7 +55,8 @@ class LayerWeights:
 
     With gated attention the first matrix has the gate behind the values; of a recurrent layer (``delta_net``) it has
     query, key, value, gate, strength and decay.
-    Norm weights are float32 and final (Gemma's ``1 + w`` is already added). None: the model has no such part.
+    Norm weights are float32 and final (Gemma's ``1 + w`` is already added); ``query_key_norm`` has a row for each query
+    head, then one for each key head. None: the model has no such part.
     """
 
     qkv: Tensor
@@ -64,8 +66,7 @@ class LayerWeights:
     gate_up: Tensor | None = None
     down: Tensor | None = None
     attention_norm: Tensor | None = None
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
+    query_key_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
@@ -104,8 +105,8 @@ class Decoder:
         self.config = config
         self.weights = weights
         device = weights.embedding.device
-        self._frequencies: Mapping[Rope, Tensor] = {
-            layer.rope: rope_frequencies(layer.rope, config.head_dim).to(device)
+        self._ropes: Mapping[Rope, _Turns] = {
+            layer.rope: _turns(rope_frequencies(layer.rope, config.head_dim).to(device), config.head_dim)
             for layer in config.layers
             if layer.rope is not None
         }
@@ -140,11 +141,9 @@ class Decoder:
     def run(
         self, x: Tensor, positions: Tensor, *, attention: Attention, recurrence: Recurrence | None = None
     ) -> Tensor:
-        """The layers alone: the residual stream behind them."""
+        """The layers alone: the residual stream behind them, in the place of ``x``."""
         config = self.config
-        rotations = {
-            rope: _rotation(frequencies, positions, dtype=x.dtype) for rope, frequencies in self._frequencies.items()
-        }
+        rotations = {rope: turns.at(positions, dtype=x.dtype) for rope, turns in self._ropes.items()}
         for index, (layer, weights) in enumerate(zip(config.layers, self.weights.layers, strict=True)):
             rotation = None if layer.rope is None else rotations[layer.rope]
             y = self.norm(x, weights.attention_norm)
@@ -153,11 +152,11 @@ class Decoder:
             else:
                 assert recurrence is not None, "the model has recurrent layers"
                 y = self._recur(index, y, weights, net=weights.delta_net, recurrence=recurrence)
-            x = x + self.norm(y, weights.post_attention_norm)
+            x += self.norm(y, weights.post_attention_norm)
             if weights.gate_up is not None and weights.down is not None:
                 y = self.norm(x, weights.mlp_norm)
                 y = self._mlp(y, weights.gate_up, down=weights.down)
-                x = x + self.norm(y, weights.post_mlp_norm)
+                x += self.norm(y, weights.post_mlp_norm)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -170,15 +169,17 @@ class Decoder:
 
     def read_out(self, normed: Tensor) -> Tensor:
         """Logits of what was normed already."""
-        logits = F.linear(normed, self.weights.head)
+        logits = linear(normed, self.weights.head)
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """The model's RMS norm; what has no weight is left as it is."""
+        """The model's RMS norm over the last axis; what has no weight is left as it is."""
         if weight is None:
             return x
-        return F.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
+        if weight.dim() == 1:
+            return F.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
+        return (F.rms_norm(x.float(), weight.shape[-1:], None, self.config.norm_eps) * weight).to(x.dtype)
 
     def _attend(
         self,
@@ -186,23 +187,22 @@ class Decoder:
         x: Tensor,
         weights: LayerWeights,
         *,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: tuple[Tensor, Tensor, int] | None,
         attention: Attention,
     ) -> Tensor:
         config = self.config
-        qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+        qkv = linear(x, weights.qkv, weights.qkv_bias)
         qkv = qkv.view(x.shape[0], -1, config.head_dim)
         gates = config.heads if config.gated_attention else 0
-        query, key, value, gate = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads, gates], dim=1)
-        query = self.norm(query, weights.query_norm)
-        key = self.norm(key, weights.key_norm)
+        turned, value, gate = qkv.split_with_sizes((config.heads + config.kv_heads, config.kv_heads, gates), dim=1)
+        turned = self.norm(turned, weights.query_key_norm)
         if rotation is not None:
-            query = _rotate(query, *rotation)
-            key = _rotate(key, *rotation)
+            turned = _rotate(turned, *rotation)
+        query, key = turned.split_with_sizes((config.heads, config.kv_heads), dim=1)
         attended = attention(index, query, key, value)
         if config.gated_attention:
             attended = attended * torch.sigmoid(gate)
-        return F.linear(attended.flatten(1), weights.output, weights.output_bias)
+        return linear(attended.flatten(1), weights.output, weights.output_bias)
 
     def _recur(
         self, index: int, x: Tensor, weights: LayerWeights, *, net: DeltaNetWeights, recurrence: Recurrence
@@ -211,20 +211,20 @@ class Decoder:
         assert shape is not None, "weights of a recurrent layer need its shape"
         heads, channels = shape.value_heads, shape.channels
         sizes = [channels, heads * shape.value_dim, heads, heads]
-        mixed, gate, strength, decay = torch.split(F.linear(x, weights.qkv), sizes, dim=-1)
+        mixed, gate, strength, decay = torch.split(linear(x, weights.qkv), sizes, dim=-1)
         log_decay = -net.decay_rate * F.softplus(decay.float() + net.decay_bias)
         read = recurrence(index, mixed, conv=net.conv, log_decay=log_decay, strength=torch.sigmoid(strength))
         gate = F.silu(gate.view(read.shape).float())
-        return F.linear((self.norm(read, net.norm) * gate).to(x.dtype).flatten(1), weights.output)
+        return linear((self.norm(read, net.norm) * gate).to(x.dtype).flatten(1), weights.output)
 
     def _mlp(self, x: Tensor, gate_up: Tensor, *, down: Tensor) -> Tensor:
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        gate, up = linear(x, gate_up).chunk(2, dim=-1)
         match self.config.activation:
             case Activation.SILU:
                 gate = F.silu(gate)
             case Activation.GELU_TANH:
                 gate = F.gelu(gate, approximate="tanh")
-        return F.linear(gate * up, down)
+        return linear(gate.mul_(up), down)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -244,14 +244,28 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def _rotation(frequencies: Tensor, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[tokens, 1, pairs]``; angles are float32 whatever the model is."""
-    angles = (positions[:, None].float() * frequencies)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """A rope over a whole head, ``[head_dim]`` each: radians per position, 0 where nothing turns; the sine's signs."""
+
+    radians: Tensor
+    signs: Tensor
+    pairs: int
+
+    def at(self, positions: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+        """What ``_rotate`` needs, ``[tokens, 1, head_dim]`` twice. Angles are float32 whatever the model is."""
+        angles = positions[:, None, None].float() * self.radians
+        return angles.cos().to(dtype), angles.sin().mul_(self.signs).to(dtype), self.pairs
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turns(frequencies: Tensor, head_dim: int) -> _Turns:
+    pairs = len(frequencies)
+    unmoved = frequencies.new_zeros(head_dim - 2 * pairs)
+    signs = torch.cat((-torch.ones_like(frequencies), torch.ones_like(frequencies), unmoved))
+    return _Turns(torch.cat((frequencies, frequencies, unmoved)), signs, pairs)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
     """Turn the pairs (i, i + pairs) of ``x`` ``[tokens, heads, head_dim]``; what lies behind them stays."""
-    pairs = cos.shape[-1]
-    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    first, second, rest = x.split_with_sizes((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)
+    return (x * cos).add_(torch.cat((second, first, rest), dim=-1).mul_(sin))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from torch import Tensor
 from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
 from engine_shim.model.decoder import DeltaNetWeights, DraftWeights, LayerWeights, Weights
 from engine_shim.model.gguf_file import read_gguf_file
+from engine_shim.model.linear import blocked
 
 # Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
 _TEXT_PREFIXES = ("language_model.", "model.language_model.")
@@ -142,8 +144,11 @@ def assemble(
             else None,
             output=take(f"{attention}.o_proj.weight", width, query_size),
             output_bias=take(f"{attention}.o_proj.bias", width) if config.output_bias else None,
-            query_norm=norm(f"{attention}.q_norm", head_dim) if config.qk_norm else None,
-            key_norm=norm(f"{attention}.k_norm", head_dim) if config.qk_norm else None,
+            query_key_norm=_per_head(
+                config, norm(f"{attention}.q_norm", head_dim), norm(f"{attention}.k_norm", head_dim)
+            )
+            if config.qk_norm
+            else None,
             post_attention_norm=norm(f"{prefix}.post_attention_layernorm", width) if config.post_norms else None,
             post_mlp_norm=norm(f"{prefix}.post_feedforward_layernorm", width) if config.post_norms else None,
             gate_up=gate_up,
@@ -160,14 +165,16 @@ def assemble(
         head = take("lm_head.weight", config.vocab_size, width)
     weights = Weights(
         embedding=embedding,
-        layers=tuple(layer(f"model.layers.{i}", recurrent=each.recurrent) for i, each in enumerate(config.layers)),
+        layers=tuple(
+            _blocked(layer(f"model.layers.{i}", recurrent=each.recurrent)) for i, each in enumerate(config.layers)
+        ),
         final_norm=norm("model.norm", width),
-        head=head,
+        head=blocked(head),
         draft=DraftWeights(
             mix=take("mtp.fc.weight", width, 2 * width),
             embedding_norm=norm("mtp.pre_fc_norm_embedding", width),
             hidden_norm=norm("mtp.pre_fc_norm_hidden", width),
-            layer=layer("mtp.layers.0", recurrent=False),
+            layer=_blocked(layer("mtp.layers.0", recurrent=False)),
             final_norm=norm("mtp.norm", width),
         )
         if "mtp.fc.weight" in left
@@ -176,6 +183,24 @@ def assemble(
     if left:
         raise UnsupportedModelError(f"the config has no use for tensor {min(left)!r} and {len(left) - 1} others")
     return weights
+
+
+def _per_head(config: ModelConfig, query: Tensor | None, key: Tensor | None) -> Tensor | None:
+    """Norms of query heads and key heads as one, a row for each head."""
+    if query is None or key is None:
+        return None
+    return torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))
+
+
+def _blocked(layer: LayerWeights) -> LayerWeights:
+    """The layer with its matrices as ``linear`` wants them."""
+    return replace(
+        layer,
+        qkv=blocked(layer.qkv),
+        output=blocked(layer.output),
+        gate_up=None if layer.gate_up is None else blocked(layer.gate_up),
+        down=None if layer.down is None else blocked(layer.down),
+    )
 
 
 def _delta_net(config: ModelConfig, take: Callable[..., Tensor], name: str) -> tuple[Tensor, Tensor, DeltaNetWeights]:

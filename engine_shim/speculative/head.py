@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from engine_shim.attention.paged import attend
+from engine_shim.attention.paged import Gathered, attend_all, write
 from engine_shim.attention.plan import GroupPlan, Plan, group_plan, group_writes
 from engine_shim.model.decoder import Decoder, Weights
 from engine_shim.offload.barrier import LayerBarrier
@@ -36,20 +36,18 @@ from engine_shim.types import CacheLayout, Chunk
 class _HeadAttention:
     """The head's own pool of keys and values, as one batch writes and reads it. Without segments it only writes."""
 
-    def __init__(self, keys: Tensor, values: Tensor, plan: GroupPlan, *, scale: float) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, plan: GroupPlan, *, scale: float, gathered: Gathered) -> None:
         self._keys, self._values = keys, values
         self._plan = plan
         self._scale = scale
+        self._gathered = gathered
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
-        keys.index_copy_(0, self._plan.writes, key)
-        values.index_copy_(0, self._plan.writes, value)
-        out = torch.zeros_like(query)
-        for segment in self._plan.segments:
-            attended = attend(query[segment.rows], keys, values, segment=segment, scale=self._scale)
-            out.index_copy_(0, segment.rows, attended)
-        return out
+        write(self._keys, self._values, self._plan, key=key, value=value)
+        if not self._plan.segments:
+            return torch.zeros_like(query)
+        scale, gathered = self._scale, self._gathered
+        return attend_all(query, self._keys, self._values, plan=self._plan, scale=scale, gathered=gathered)
 
 
 class HeadDrafter:
@@ -76,6 +74,7 @@ class HeadDrafter:
             Weights(decoder.weights.embedding, (weights.layer,), weights.final_norm, decoder.weights.head),
         )
         self._barrier = barrier or LayerBarrier()
+        self._gathered = Gathered()
         shape = (1, layout.pages[group.index], layout.page_tokens, config.kv_heads, config.head_dim)
         self.keys, self.values = (torch.zeros(shape, device=decoder.device, dtype=decoder.dtype) for _ in range(2))
         self.tails = torch.zeros(1, shape[1], config.hidden_size, device=decoder.device, dtype=decoder.dtype)
@@ -134,7 +133,8 @@ class HeadDrafter:
             (layer.norm(layer.embed(tokens), weights.embedding_norm), layer.norm(before, weights.hidden_norm)), dim=-1
         )
         self._barrier.wait(self._group.layers[0])
-        attention = _HeadAttention(self.keys[0], self.values[0], plan, scale=self._decoder.config.attention_scale)
+        scale = self._decoder.config.attention_scale
+        attention = _HeadAttention(self.keys[0], self.values[0], plan, scale=scale, gathered=self._gathered)
         return layer.normed(layer.run(F.linear(x, weights.mix), positions, attention=attention))
 
     def _before(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -28,15 +28,15 @@ def conv1d(x: Tensor, weight: Tensor, *, groups: int) -> Tensor:
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, *, segment: Segment, scale: float) -> Tensor:
     """Sums over keys go from the first to the last: hidden ones before or behind, which are zeros, change nothing."""
-    batch, length = segment.slots.shape
-    heads, repeats = query.shape[1], query.shape[1] // keys.shape[1]
+    batch, length = keys.shape[:2]
+    heads, repeats = query.shape[1], query.shape[1] // keys.shape[2]
     q = query.view(batch, -1, 1, heads, query.shape[2])
     visible = torch.ones(batch, q.shape[1], length, dtype=torch.bool)
     if segment.mask is not None:
         visible &= segment.mask[:, 0] == 0
     elif segment.causal:
         visible = visible.tril()
-    k, v = (pool[segment.slots].repeat_interleave(repeats, dim=2)[:, None] for pool in (keys, values))
+    k, v = (each.repeat_interleave(repeats, dim=2)[:, None] for each in (keys, values))
     scores = ((k * q).sum(-1) * scale).masked_fill(~visible[..., None], float("-inf"))
     weights = (scores - scores.amax(2, keepdim=True)).exp()
     total = weights.cumsum(2)[:, :, -1]
