@@ -148,7 +148,8 @@ class Promises:
         """The request is over; its blocks stay, the answer's too where its tokens are known."""
         if allocation is None:
             return
-        index, keys = member.index, allocation.keys
+        index = member.index
+        keys: Sequence[int] = allocation.keys
         if index is not None and len(output) > 1 and self._fleet.knows(member):
             stride, unit = index.stride(member.slot), index.block_tokens
             keys = (*prepared.keys(unit), *prepared.keys_after(output[:-1], block_tokens=unit))[stride - 1 :: stride]
