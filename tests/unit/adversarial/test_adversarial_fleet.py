@@ -309,6 +309,35 @@ def test_ids_that_lie_cost_nearly_nothing(kind: str) -> None:
         assert hit_rate(sticky) < 0.5
 
 
+# --- 9: a prefill so long that it looks like a death ---------------------------------------------------
+
+
+@cache
+def slow_prefill(policy: str) -> list[Served]:
+    """Sixteen chats on two ranks, and at 20 s a prompt of 600,000 tokens, of a minute and more; later its next turn."""
+    script, rng, giant = FleetScript(policy, seconds=400.0, ranks=2), random.Random(7), Run()
+    for number in range(16):
+        own = Run()
+        turns = [prompt((own, 1_500 + 300 * turn)) for turn in range(40)]
+        script.converse(rng.uniform(0, 5), "chat", turns, session=f"s{number}", gap_seconds=2.0)
+    script.ask(20.0, "giant", prompt((giant, 600_000)), session="giant")
+    script.ask(300.0, "giant again", prompt((giant, 600_500)), session="giant")
+    return script.run()
+
+
+def test_nobody_waits_for_a_giant_who_need_not() -> None:
+    """Who counts requests sends chats home to wait for a minute behind it; ours go round the rank, which keeps the
+    giant: it is computed once, and its next turn finds it there."""
+    ours, counting = slow_prefill("affinity"), slow_prefill("smg")
+    giant, again = tagged(ours, "giant")
+
+    assert giant.ttft_seconds > 60.0
+    assert (giant.cached_tokens, again.slot) == (0, giant.slot)
+    assert again.cached_tokens > 599_000
+    assert ttft(tagged(counting, "chat"), 1.0) > 50.0
+    assert ttft(tagged(ours, "chat"), 1.0) < 2.0
+
+
 # --- 12: nothing is ever asked twice ------------------------------------------------------------------
 
 
