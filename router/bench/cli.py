@@ -1,4 +1,4 @@
-"""``homing bench NAME``: how fast the router's own parts are, measured on this machine. A table of benches."""
+"""``homing bench NAME``: how fast the router's own parts and its engine are on this machine. A table of benches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ BENCHES = {
     "decide": ("router.bench.decide", "tokens, keys, lookup and decision of a long conversation's next turn"),
     "proxy": ("router.bench.proxy", "processor time of a request on its way through, beside a bare relay"),
     "index": ("router.bench.index", "hashing, events and lookups of the cache index"),
+    "cpu": (
+        "engine_shim.bench.cpu",
+        "prefill and decode of the shim's engine beside transformers and vLLM, on one core",
+    ),
 }
 
 
