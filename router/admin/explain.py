@@ -51,7 +51,11 @@ def explain_routes(explainer: Explainer) -> APIRouter:
     async def explain(request_id: str) -> Json:
         decided = explainer.decisions.find(request_id)
         if decided is None:
-            raise NotFound(f"No request {request_id!r} is remembered: the last {len(explainer.decisions)} are.")
+            raise NotFound(
+                f"No request {request_id!r} is remembered: the last {len(explainer.decisions)} are.",
+                code="unknown_request_id",
+                param="request_id",
+            )
         return decided_view(decided)
 
     @router.post(

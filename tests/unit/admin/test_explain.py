@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, log: DecisionLog | None = None) -> None:
         self.now = 100.0
-        metrics = Metrics(CollectorRegistry())
+        self.metrics = metrics = Metrics(CollectorRegistry())
         self.fleet = Fleet(RoutingSettings(), metrics, clock=lambda: self.now)
         self.brain = RouterBrain(self.fleet, settings=RoutingSettings(), metrics=metrics, decisions=log)
         for number in range(3):
@@ -140,7 +140,7 @@ async def test_what_came_of_it_stands_beside_what_was_expected(world: World) -> 
 
 
 async def test_a_body_is_explained_without_being_sent(world: World) -> None:
-    """The same decision as the next request's, no load, no session, nothing in the log."""
+    """The same decision as the next request's, no load, no session, nothing in the log or the metrics, nothing seen."""
     tokens = list(range(1, 161))
     world.holds(2, tokens)
     question = {
@@ -152,7 +152,15 @@ async def test_a_body_is_explained_without_being_sent(world: World) -> None:
 
     assert (told["rank"], told["expected_cached_tokens"]) == ("w/2", 144)
     assert world.fleet.member(2).load.inflight == len(world.fleet.sessions) == len(world.brain.decisions) == 0
-    assert str((await world.ask(tokens, "r")).decision.id) == told["rank"]
+    assert not [
+        sample
+        for family in world.metrics.registry.collect()
+        for sample in family.samples
+        if sample.value and sample.name in ("homing_prompts_total", "homing_tokenize_seconds_count")
+    ]
+    asked = await world.ask(tokens, "r")
+    assert str(asked.decision.id) == told["rank"]
+    assert (await world.explained("r"))["ideal_cached_tokens"] == 0
 
 
 async def test_no_client_is_recognised(world: World) -> None:
@@ -169,9 +177,10 @@ async def test_no_client_is_recognised(world: World) -> None:
 
 
 async def test_an_unknown_id_is_not_found(world: World) -> None:
-    """The admin app turns the error into its 404."""
-    with pytest.raises(NotFound, match="No request 'nobody'"):
+    """The admin app turns the error into its 404, with a code of its own: the path is known."""
+    with pytest.raises(NotFound, match="No request 'nobody'") as raised:
         await world.http.get("/admin/explain", params={"request_id": "nobody"})
+    assert raised.value.code == "unknown_request_id"
 
 
 def note(log: DecisionLog, request_id: str, *, ranks: int = 2) -> None:
