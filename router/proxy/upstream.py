@@ -23,8 +23,6 @@ from router.wire.known_heads import KnownHeads
 _LOOK_SECONDS: Final = 5.0
 #: What says nothing of a worker, but of this process.
 _NO_SOCKET: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-#: Transfer codings that are gone once a body has been read.
-_CODINGS: Final = frozenset({b"chunked", b"identity"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +275,8 @@ class UpstreamConnection:
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self._complete:
+            if status < 100 or status == 101:  # neither an answer nor one that another follows
+                raise ValueError("no status that an answer to this request can have")
             return
         headers = self._headers
         head = AnswerHead(status, http1.status_line(status, self._reason), names.response_lines(headers))
@@ -287,8 +287,9 @@ class UpstreamConnection:
                 head.length = int(value)
                 head.has_length = True
             elif lowered == names.TRANSFER_ENCODING:
-                is_chunked = True
-                if value.lower() not in _CODINGS:
+                coding = value.lower()
+                is_chunked = coding == b"chunked"
+                if not is_chunked and coding != b"identity":
                     raise ValueError("a transfer coding that would have to be passed on")
             elif lowered == names.CONTENT_TYPE:
                 head.content_type = value.lower()
