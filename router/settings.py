@@ -188,12 +188,17 @@ class QueueSettings(_Slice):
     """Requests under way, and those that wait. A place is asked for by tenant and by ``x-request-priority``."""
 
     max_inflight: Annotated[int, Field(ge=0)] = Field(
-        0, description="Requests under way at once; more wait for their turn. 0: no limit."
+        0,
+        description="Requests under way at once; more wait for their turn. 0: no limit. What is held for want of cache "
+        "does not count, and goes on when there is room for it, in excess if need be.",
     )
     max_queued: Annotated[int, Field(ge=0)] = Field(1000, description="Requests that may wait; more are refused.")
     queue_seconds: Annotated[float, Field(gt=0)] = Field(30.0, description="The longest wait for a turn.")
     hold_seconds: Annotated[float, Field(gt=0)] = Field(
         300.0, description="The longest wait for room in the caches (routing.admission)."
+    )
+    max_held: Annotated[int, Field(ge=0)] = Field(
+        1000, description="Requests that may wait for room in the caches; more are refused."
     )
     comment_seconds: Annotated[float, Field(gt=0)] = Field(
         15.0, description="Streams that wait for room get a comment so often, so that nothing cuts them for silence."

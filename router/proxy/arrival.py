@@ -18,7 +18,7 @@ from router.proxy.forward import Forwarder, Forwarding
 from router.proxy.gate import Gate, refusal
 from router.proxy.outbound import Outbound
 from router.proxy.pair import PairForwarding
-from router.proxy.types import Outcome, Prepared
+from router.proxy.types import Held, HoldEnd, Outcome, Prepared
 from router.settings import QueueSettings
 from router.wire import headers as names
 from router.wire import openai
@@ -157,17 +157,29 @@ class Arrival:
         held = self._arrivals.forwarder.brain.hold(prepared, self._released)
         if held is None:
             return self._send()
-        settings, loop = self._arrivals.settings, self._exchange.client.loop
+        settings, exchange, gate = self._arrivals.settings, self._exchange, self._arrivals.gate
+        if (held.position() or 0) > settings.max_held:
+            seconds = held.leave(HoldEnd.REFUSED)
+            raise refusal("As many requests wait for room in the caches as may.", code="hold_full", seconds=seconds)
         self._leave = held.leave
-        self._timer = loop.call_later(settings.hold_seconds, self._held_too_long)
+        self._timer = exchange.client.loop.call_later(settings.hold_seconds, self._held_too_long, held)
         if outbound.inference.stream:
-            self._exchange.comment_every(settings.comment_seconds, held.position)
+            exchange.comment_every(settings.comment_seconds, held.position)
+        if gate is not None:  # what waits for room is nobody's work
+            exchange.on_finish = None
+            gate.leave()
         return None
 
-    def _held_too_long(self) -> None:
-        self._give_up(refusal("The request was held too long for want of cache.", code="held_too_long"))
+    def _held_too_long(self, held: Held) -> None:
+        self._leave = None
+        seconds = held.leave(HoldEnd.LATE)
+        message = "The request was held too long for want of cache."
+        self._give_up(refusal(message, code="held_too_long", seconds=seconds))
 
     def _released(self) -> None:
+        if (gate := self._arrivals.gate) is not None:
+            gate.come_back()
+            self._exchange.on_finish = gate.leave
         self._guarded(self._send)
 
     def _send(self) -> None:

@@ -13,6 +13,7 @@ from router.core.admission import Admission, AdmissionParameters
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.draining import Departures
+from router.core.output_lengths import OutputLengths
 from router.core.pd import can_serve, make_role_policy
 from router.core.seen import SeenPrefixes
 from router.core.session import identify
@@ -32,7 +33,6 @@ from router.telemetry.metrics import Metrics
 from router.wire.openai import Endpoint, InferenceRequest
 from router.wire.text_keys import text_bytes
 
-_ASSUMED_OUTPUT_TOKENS = 256
 #: These go by load alone.
 _LEAVES_NOTHING = frozenset({Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.RERANK})
 
@@ -60,7 +60,8 @@ class RouterBrain(Models):
             else None
         )
         self._promises = Promises(fleet, special_ids=self.special_ids)
-        self._leases = Leases(fleet, metrics, self._promises, self._holding, self.decisions)
+        self._lengths = OutputLengths()
+        self._leases = Leases(fleet, metrics, self._promises, self._holding, self.decisions, lengths=self._lengths)
 
     def ready(self) -> bool:
         """Some rank, or a pair of them, can take a request."""
@@ -134,12 +135,13 @@ class RouterBrain(Models):
         seed, plain_seed = self.seeds(model, request.fields)
         prompt = await self.tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
+        prompt_tokens = len(tokens) if tokens is not None else guessed_tokens(request)
         prepared = PreparedRequest(
             model,
             session=session,
             tokens=tokens,
-            prompt_tokens=len(tokens) if tokens is not None else guessed_tokens(request),
-            output_tokens=request.max_tokens or _ASSUMED_OUTPUT_TOKENS,
+            prompt_tokens=prompt_tokens,
+            output_tokens=self._output_tokens(request, model, prompt_tokens=prompt_tokens),
             seed=seed,
             plain_seed=plain_seed,
             handovers=contracts(request) if self.makes_pairs else frozenset(),
@@ -175,22 +177,40 @@ class RouterBrain(Models):
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens),
-            output_tokens=_ASSUMED_OUTPUT_TOKENS,
+            output_tokens=self._lengths.expected(model, most_tokens=None),
             seed=seed,
             plain_seed=plain_seed,
         )
 
+    def _output_tokens(self, request: InferenceRequest, model: str, *, prompt_tokens: int) -> int:
+        """What the answer is expected to take: seldom what the client would allow, never more than the context has."""
+        if request.endpoint is Endpoint.EMBEDDINGS:
+            return 0
+        most_tokens, context_tokens = request.max_tokens, self.context_tokens(model)
+        if context_tokens is not None:
+            left_tokens = max(0, context_tokens - prompt_tokens)
+            most_tokens = left_tokens if most_tokens is None else min(most_tokens, left_tokens)
+        return self._lengths.expected(model, most_tokens=most_tokens)
+
     def hold(self, prepared: PreparedRequest, go: Callable[[], None]) -> HeldRequest | None:
-        """Whether the request must wait for room in the caches; ``go`` is called when there is."""
+        """Whether the request must wait for room in the caches; ``go`` is called when there is.
+
+        A prompt longer than any context is not waited for: its engine refuses it.
+        """
         if self._holding is None or self.makes_pairs:  # whose caches it does not know how to fill
+            return None
+        context_tokens = self.context_tokens(prepared.model)
+        if context_tokens is not None and prepared.tokens is not None and prepared.prompt_tokens > context_tokens:
             return None
 
         def gone(slots: frozenset[int] | None) -> None:
             prepared.allowed = slots
             go()
 
-        request = self._route(prepared, exclude=frozenset(), now=self._fleet.clock())
-        answer = self._holding.offer(request, gone)
+        def route() -> RouteRequest:
+            return self._route(prepared, exclude=frozenset(), now=self._fleet.clock())
+
+        answer = self._holding.offer(route, gone)
         if isinstance(answer, HeldRequest):
             return answer
         prepared.allowed = answer
@@ -202,6 +222,9 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
+        if exclude and self._holding is not None and prepared.allowed is not None:
+            prepared.allowed = self._holding.room(request)
+            request = msgspec.structs.replace(request, allowed=prepared.allowed)
         leaving = self._departures.leaving(request, fleet.view)
         decision = self._decide(leaving, now=now) if leaving is not None else None
         if decision is None:

@@ -22,7 +22,7 @@ from router.proxy.relay import Relay
 from router.proxy.types import Attempt, Brain, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
-from router.wire import http1
+from router.wire import http1, sse
 
 
 class Forwarder:
@@ -289,6 +289,8 @@ class Forwarding:
             if head.length is not None:
                 lines += b"content-length: %d\r\n" % head.length
             client.start(head.status_line, lines, has_length=head.has_length)
+        elif exchange.is_held_open:  # too late for headers
+            client.write(sse.comment(self._decision_lines()))
         return relay
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from router.core.fair_queue import FairQueue, Priority
+from router.core.turnover import Turnover
 from router.errors import TooManyRequests
-
-#: Told to those who are turned away: a place may be free by then.
-_RETRY_AFTER_SECONDS = 1
 
 
 class Waiter:
@@ -41,7 +40,8 @@ class Waiter:
 
     def _expire(self) -> None:
         self.leave()
-        self._late(refusal("The request waited too long for its turn.", code="queue_timeout"))
+        seconds = self._gate.wait_seconds()
+        self._late(refusal("The request waited too long for its turn.", code="queue_timeout", seconds=seconds))
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -52,12 +52,21 @@ class Waiter:
 class Gate:
     """Places for ``max_inflight`` requests and a queue of ``max_queued`` before them."""
 
-    def __init__(self, *, max_inflight: int, max_queued: int, queue_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_inflight: int,
+        max_queued: int,
+        queue_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_inflight = max_inflight
         self._max_queued = max_queued
         self._queue_seconds = queue_seconds
+        self._clock = clock
         self._inflight = 0
         self._queue: FairQueue[Waiter] = FairQueue()
+        self._turnover = Turnover()
 
     @property
     def queued(self) -> int:
@@ -81,26 +90,38 @@ class Gate:
             self._inflight += 1
             return None
         if len(self._queue) >= self._max_queued:
-            raise refusal("The router has as many requests as it may have.", code="queue_full")
+            message = "The router has as many requests as it may have."
+            raise refusal(message, code="queue_full", seconds=self.wait_seconds())
+        if not self._queue:
+            self._turnover.begin(now=self._clock())
         waiter = Waiter(self, go, late)
         waiter.begin(self._queue.add(waiter, tenant=tenant, priority=priority), loop, seconds=self._queue_seconds)
         return waiter
 
     def leave(self) -> None:
-        """A place is free: the next one has it."""
-        waiter = self._queue.pop()
+        """A place is free: the next one has it, unless more than should have come back."""
+        waiter = self._queue.pop() if self._inflight <= self._max_inflight else None
         if waiter is None:
             self._inflight -= 1
         else:
+            self._turnover.passed(now=self._clock())
             waiter.go()
+
+    def come_back(self) -> None:
+        """Who gave its place up while it could not use it has one again: it has waited its turn."""
+        self._inflight += 1
+
+    def wait_seconds(self) -> int:
+        """What one who comes now would wait."""
+        return self._turnover.wait_seconds(len(self._queue) + 1, now=self._clock())
 
     def forget(self, ticket: int) -> None:
         """This one waits no longer."""
         self._queue.remove(ticket)
 
 
-def refusal(message: str, *, code: str) -> TooManyRequests:
-    """A 429 that says when to come again."""
+def refusal(message: str, *, code: str, seconds: int) -> TooManyRequests:
+    """A 429 that says after how many seconds to come again."""
     error = TooManyRequests(message, code=code)
-    error.retry_after_seconds = _RETRY_AFTER_SECONDS
+    error.retry_after_seconds = seconds
     return error

@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from router.core.admission import Admission, Hold, Released, Visit
+from router.core.turnover import Turnover
 from router.core.types import FleetView, RankId, RouteRequest
 from router.fleet.fleet import Fleet
+from router.proxy.types import HoldEnd
 from router.telemetry.metrics import Metrics
 
 #: Time alone may make room: conversations that have been idle for long lapse.
@@ -21,24 +25,29 @@ _LOOK_AGAIN_SECONDS = 1.0
 Go = Callable[[frozenset[int] | None], None]
 
 
+#: What a request asks for, as of now.
+Route = Callable[[], RouteRequest]
+
+
 class HeldRequest:
     """One request that waits; see ``proxy.types.Held``."""
 
-    __slots__ = ("_holding", "_ticket", "go", "since")
+    __slots__ = ("_holding", "_ticket", "go", "route", "routed_at", "since")
 
-    def __init__(self, holding: Holding, ticket: int, go: Go, *, since: float) -> None:
+    def __init__(self, holding: Holding, ticket: int, go: Go, route: Route, *, since: float) -> None:
         self._holding = holding
         self._ticket = ticket
         self.go = go
-        self.since = since
+        self.route = route
+        self.since = self.routed_at = since
 
     def position(self) -> int | None:
         """Place in the queue, 1 at its head; None when it waits no more."""
         return self._holding.position(self._ticket)
 
-    def leave(self) -> None:
-        """Wait no longer."""
-        self._holding.cancel(self._ticket)
+    def leave(self, end: HoldEnd = HoldEnd.LEFT) -> int:
+        """Wait no longer. Returns the seconds that one who comes now would wait."""
+        return self._holding.cancel(self._ticket, end)
 
 
 class Holding:
@@ -49,23 +58,37 @@ class Holding:
         self._fleet = fleet
         self._metrics = metrics
         self._held: dict[int, HeldRequest] = {}
+        self._turnover = Turnover()
         self._known: dict[int, RankId] = {}
         self._seen_version = -1
         self._is_releasing = False
         self._timer: asyncio.TimerHandle | None = None
         metrics.held_requests.set_function(lambda: len(self._held))
+        metrics.held_tokens.set_function(lambda: admission.held_tokens)
+        metrics.oldest_hold_seconds.set_function(self._oldest_seconds)
+        metrics.charged_tokens.set_function(
+            lambda: sum(admission.charged_tokens(rank.slot) for rank in fleet.view.ranks)
+        )
         metrics.admission_on.set_function(lambda: float(admission.guard.on))
 
-    def offer(self, request: RouteRequest, go: Go) -> HeldRequest | frozenset[int] | None:
+    def offer(self, route: Route, go: Go) -> HeldRequest | frozenset[int] | None:
         """A request has arrived: where it may go at once (None: anywhere), or that it waits until ``go``."""
-        answer = self._admission.offer(request, self._view(), now=self._fleet.clock())
-        if not isinstance(answer, Hold):
-            self._metrics.admissions.labels(answer.why).inc()
-            return answer.slots
+        now = self._fleet.clock()
+        answer = self._admission.offer(route(), self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
         self._metrics.admissions.labels(answer.why).inc()
-        held = self._held[answer.ticket] = HeldRequest(self, answer.ticket, go, since=self._fleet.clock())
+        if not isinstance(answer, Hold):
+            return answer.slots
+        if not self._held:
+            self._turnover.begin(now=now)
+        held = self._held[answer.ticket] = HeldRequest(self, answer.ticket, go, route, since=now)
         self._look_again()
         return held
+
+    def room(self, request: RouteRequest) -> frozenset[int] | None:
+        """Where a request that failed may go instead; None: nowhere is room for it."""
+        now = self._fleet.clock()
+        request = msgspec.structs.replace(request, allowed=None)
+        return self._admission.room(request, self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
 
     def started(self, request: RouteRequest, slot: int) -> Visit:
         """The request was sent to ``slot``."""
@@ -76,10 +99,24 @@ class Holding:
         visit.first_token()
         self.release()
 
-    def finished(self, visit: Visit, *, cached_tokens: int | None, ideal_tokens: int | None) -> None:
-        """It is over, however it ended."""
-        now = self._fleet.clock()
-        self._admission.finish(visit, now=now, cached_tokens=cached_tokens, ideal_tokens=ideal_tokens)
+    def finished(
+        self,
+        visit: Visit,
+        *,
+        is_kept: bool,
+        output_tokens: int | None,
+        cached_tokens: int | None,
+        ideal_tokens: int | None,
+    ) -> None:
+        """It is over, however it ended; ``is_kept``: the rank's cache has it."""
+        self._admission.finish(
+            visit,
+            now=self._fleet.clock(),
+            is_kept=is_kept,
+            output_tokens=output_tokens,
+            cached_tokens=cached_tokens,
+            ideal_tokens=ideal_tokens,
+        )
         self.release()
 
     def release(self) -> None:
@@ -90,23 +127,39 @@ class Holding:
         try:
             while (released := self._next()) is not None:
                 held = self._held.pop(released.ticket)
-                self._metrics.hold_seconds.observe(self._fleet.clock() - held.since)
+                self._turnover.passed(now=self._fleet.clock())
+                self._ended(held, HoldEnd.RELEASED)
                 held.go(released.admit.slots)
         finally:
             self._is_releasing = False
 
     def _next(self) -> Released | None:
-        return self._admission.release(self._view(), now=self._fleet.clock())
+        now = self._fleet.clock()
+        head = self._admission.head
+        if head is not None and now - (first := self._held[head]).routed_at >= _LOOK_AGAIN_SECONDS:
+            first.routed_at = now
+            self._admission.renew(head, first.route())
+        return self._admission.release(self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
+
+    def _ended(self, held: HeldRequest, end: HoldEnd) -> None:
+        self._metrics.hold_seconds.labels(end).observe(self._fleet.clock() - held.since)
+
+    def _oldest_seconds(self) -> float:
+        oldest = next(iter(self._held.values()), None)
+        return 0.0 if oldest is None else self._fleet.clock() - oldest.since
 
     def position(self, ticket: int) -> int | None:
         """Place in the queue, 1 at its head."""
         return self._admission.position(ticket)
 
-    def cancel(self, ticket: int) -> None:
-        """Nobody waits for it any more."""
-        if self._held.pop(ticket, None) is not None:
+    def cancel(self, ticket: int, end: HoldEnd) -> int:
+        """Nobody waits for it any more. Returns the seconds that one who comes now would wait."""
+        held = self._held.pop(ticket, None)
+        if held is not None:
+            self._ended(held, end)
             self._admission.cancel(ticket)
             self.release()
+        return self._turnover.wait_seconds(len(self._held) + 1, now=self._fleet.clock())
 
     def _view(self) -> FleetView:
         """The fleet now, with ranks that have left struck from the books."""

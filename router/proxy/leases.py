@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from router.core.admission import Visit
 from router.core.forecast import Allocation
 from router.core.load import Claim
+from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
 from router.core.session import Binding, SessionTable
@@ -24,14 +25,25 @@ from router.proxy.promises import Promise, Promises, counts_at_dispatch
 from router.proxy.splitting import learn_pace
 from router.proxy.types import Outcome
 from router.telemetry.metrics import Metrics
+from router.wire.openai import MAX_TOKENS
 from router.wire.usage import Usage
+
+#: Ends after which the rank's cache has the prompt and what there is of the answer.
+_LEAVES_CONTEXT = frozenset({Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE})
 
 
 class Leases:
     """Opens leases, and keeps the accounts of them."""
 
     def __init__(
-        self, fleet: Fleet, metrics: Metrics, promises: Promises, holding: Holding | None, decisions: DecisionLog
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        promises: Promises,
+        holding: Holding | None,
+        decisions: DecisionLog,
+        *,
+        lengths: OutputLengths,
     ) -> None:
         self.clock: Callable[[], float] = fleet.clock
         self.knows: Callable[[Member], bool] = fleet.knows
@@ -41,6 +53,7 @@ class Leases:
         self._promises = promises
         self._holding = holding
         self._decisions = decisions
+        self._lengths = lengths
 
     def _homes(self, member: Member) -> SessionTable:
         """Where it is noted which rank of this role a session used last."""
@@ -110,7 +123,9 @@ class Leases:
             shared = self._fleet.shared.home(prepared.model, prepared.session)
             if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
                 self._tell_home(prepared, lease.member)
-        if outcome in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE):
+        if outcome is Outcome.OK and usage is not None and usage.completion_tokens > 0 and not is_prefill:
+            self._lengths.observe(prepared.model, _output_tokens(usage))
+        if outcome in _LEAVES_CONTEXT:
             if promise := self._promises.output(lease.member, prepared, output):
                 lease.promises.append(promise)
             elif usage is not None and not is_prefill:
@@ -131,9 +146,14 @@ class Leases:
                 lease.noted.seconds = now - lease.noted.started
                 self._decisions.close(prepared.decided, lease.noted)
         if self._holding is not None and lease.visit is not None:
-            cached_tokens = usage.cached_tokens if usage is not None and outcome is Outcome.OK else None
-            ideal_tokens = prepared.ideal_tokens if prepared.tokens is not None else None
-            self._holding.finished(lease.visit, cached_tokens=cached_tokens, ideal_tokens=ideal_tokens)
+            told = usage if outcome is Outcome.OK else None
+            self._holding.finished(
+                lease.visit,
+                is_kept=outcome is Outcome.OK or (lease.visit.has_begun and outcome in _LEAVES_CONTEXT),
+                output_tokens=None if told is None else _output_tokens(told),
+                cached_tokens=None if told is None else told.cached_tokens,
+                ideal_tokens=prepared.ideal_tokens if prepared.tokens is not None else None,
+            )
 
     def _compare(self, lease: Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
         metrics, member, decision = self._metrics, lease.member, lease.decision
@@ -155,6 +175,11 @@ class Leases:
                 actual_tokens=actual_tokens,
                 slack_tokens=member.block_tokens or 0,
             )
+
+
+def _output_tokens(usage: Usage) -> int:
+    """Of an answer; a worker may say anything."""
+    return max(0, min(usage.completion_tokens, MAX_TOKENS))
 
 
 class Lease:

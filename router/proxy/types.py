@@ -39,6 +39,15 @@ class Outcome(StrEnum):
         return _VERDICTS.get(self, Verdict.BAD)
 
 
+class HoldEnd(StrEnum):
+    """How waiting for room in the caches ended. A label of ``homing_admission_hold_seconds``."""
+
+    RELEASED = "released"  # there was room
+    LATE = "late"  # not within the longest wait
+    LEFT = "left"  # the client left, or its time was over
+    REFUSED = "refused"  # as many waited as may
+
+
 _VERDICTS: Final = {
     Outcome.OK: Verdict.GOOD,
     Outcome.CLIENT_ERROR: Verdict.GOOD,
@@ -95,8 +104,8 @@ class Held(Protocol):
     def position(self) -> int | None:
         """Place in the queue, 1 at its head."""
 
-    def leave(self) -> None:
-        """Wait no longer."""
+    def leave(self, end: HoldEnd = HoldEnd.LEFT) -> int:
+        """Wait no longer. Returns the seconds that one who comes now would wait."""
 
 
 class Stage(Protocol):

@@ -72,7 +72,16 @@ class Metrics:
             "admissions", "Requests by what working-set admission said of them: why they passed or were held.", ("why",)
         )
         self.held_requests = gauge("admission_held_requests", "Requests that wait for room in the caches.")
-        self.hold_seconds = histogram("admission_hold_seconds", "How long released requests had waited for room.")
+        self.held_tokens = gauge("admission_held_tokens", "Tokens of the contexts that wait for room in the caches.")
+        self.oldest_hold_seconds = gauge("admission_oldest_hold_seconds", "How long the first in the queue has waited.")
+        self.charged_tokens = gauge(
+            "admission_charged_tokens", "Tokens that conversations are charged with, all ranks."
+        )
+        self.hold_seconds = histogram(
+            "admission_hold_seconds",
+            "How long requests waited for room, by how that ended: released, late, left or refused.",
+            ("end",),
+        )
         self.admission_on = gauge("admission_on", "1 while holding is judged to be of use.")
         self.sessions = gauge("sessions", "Sessions with a home.")
 

@@ -169,8 +169,9 @@ def _check_prompt(prompt: object, *, name: str) -> None:
 
 
 def _max_tokens(fields: dict[str, Any]) -> int | None:
-    """The newer name wins, as engines have it; 1 at least, and no more than any context has. What is ill-typed or out of
-    range is for the engine to refuse: the client's bytes go on as they are.
+    """The newer name wins, as engines have it; 1 at least, and no more than any context has.
+
+    What is ill-typed or out of range is for the engine to refuse: the client's bytes go on as they are.
     """
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = fields.get(name)

@@ -15,6 +15,11 @@ MAX_HELD_BYTES: Final = 64 * 1024
 _BLANK_LINE: Final = re.compile(rb"\n\n|\n\r\n?|\r\r\n?")
 
 
+def comment(lines: bytes) -> bytes:
+    """Header lines as a comment, which clients read over."""
+    return b"".join(b": %b\n" % line for line in lines.splitlines()) + b"\n"
+
+
 class EventCutter:
     """Passes a stream on in whole events, so that it can be ended cleanly at any moment.
 

@@ -12,8 +12,8 @@ from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Script, answer, c
 from tests.fakes.fleet_rig import ASK, FleetRig
 from tests.fakes.proxy_rig import Client, until
 
-#: Each conversation is charged with its prompt and these; two do not fit the pool.
-BIG = {"max_tokens": 600}
+#: Each conversation is charged with some 600 tokens; two do not fit the pool.
+BIG = {"messages": [{"role": "user", "content": 800 * "hi "}], "max_tokens": 8}
 POOL_TOKENS = 1000
 DELTA = event({"choices": [{"delta": {"content": "a"}}]})
 STREAM: Script = (stream_head(), chunk(DELTA), chunk(b"data: [DONE]\n\n"), chunk(b""))
@@ -54,7 +54,7 @@ async def test_a_new_conversation_waits_and_an_old_one_does_not() -> None:
             answer_ = await client.answer()
         assert (answer_.status, answer_.body) == (200, OK_BODY)
         assert answer_.headers["x-homing-worker"] == "w1"
-        assert world.count("homing_admission_hold_seconds_count") == 1
+        assert world.count("homing_admission_hold_seconds_count", end="released") == 1
         assert world.count("homing_admissions_total", why="budget") == 1
         await client.close()
 

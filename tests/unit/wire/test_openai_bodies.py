@@ -47,7 +47,7 @@ def test_request_is_read_and_kept() -> None:
     ],
 )
 def test_max_tokens(fields: dict[str, object], expected: int | None) -> None:
-    """The newer name wins; other types are left for the engine to judge, and absurd values are as the nearest possible."""
+    """The newer name wins; other types are the engine's to judge, and absurd values count as the nearest possible."""
     assert parse_request(Endpoint.CHAT, json.dumps({**CHAT, **fields}).encode()).max_tokens == expected
 
 

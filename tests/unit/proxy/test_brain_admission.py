@@ -1,0 +1,180 @@
+"""Admission as requests meet it in the brain: where they are sent, what of them is charged, and what ends that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.core.types import Engine, RankId, RankStatus
+from router.fleet.target import Target
+from router.proxy.brain import RouterBrain
+from router.proxy.holding import HeldRequest
+from router.proxy.prepared import PreparedRequest
+from router.proxy.types import Attempt, Outcome
+from router.wire.usage import Usage
+from tests.unit.proxy.test_brain import BLOCK, World, prompt_of
+
+
+def world_of(ranks: int, **settings: Any) -> World:
+    """Ranks of 100,000 tokens each."""
+    return World(ranks=ranks, admission="guarded", **settings)
+
+
+def hold(brain: RouterBrain, prepared: PreparedRequest) -> tuple[HeldRequest | None, list[bool]]:
+    """Offer a request; the list has an entry once it may go."""
+    went: list[bool] = []
+    return brain.hold(prepared, lambda: went.append(True)), went
+
+
+async def ask(
+    world: World, session: str, tokens: int, *, start: int, end: Outcome | None = Outcome.OK, **fields: Any
+) -> Attempt | None:
+    """A request whose first token has come, and that has ended as ``end``; None: it is held."""
+    prepared = await world.prepare(prompt_of(tokens, start=start), {"x-session-id": session}, **fields)
+    held, _ = hold(world.brain, prepared)
+    if held is not None:
+        held.leave()
+        return None
+    attempt = world.brain.choose(prepared)
+    if end is not Outcome.CLIENT_ERROR:
+        attempt.lease.first_byte()
+    if end is not None:
+        attempt.lease.close(end, Usage(tokens, 50, 0) if end is Outcome.OK else None)
+    return attempt
+
+
+def charged(world: World) -> float:
+    return world.sample("admission_charged_tokens")
+
+
+async def test_a_request_goes_where_it_was_admitted_to() -> None:
+    """Rank 0 has 60 % of the prompt and is the cheapest, but has no room: rank 1 gets it; so too after waiting."""
+    world = world_of(2)
+    full = await ask(world, "full", 70_000, start=100, end=None)
+    assert full is not None
+    slot, other = full.decision.slot, 1 - full.decision.slot
+    second: Attempt | None = None
+    for session, start in (("at once", 200_000), ("after waiting", 300_000)):
+        prompt = prompt_of(40_000, start=start)
+        world.publish(slot, prompt[:24_000])
+        prepared = await world.prepare(prompt, {"x-session-id": session})
+        held, went = hold(world.brain, prepared)
+        if second is not None:
+            assert held is not None
+            second.lease.close(Outcome.CLIENT_ERROR, None)
+            assert went
+        second = world.brain.choose(prepared)
+        assert second.decision.slot == other
+    full.lease.close(Outcome.OK, None)
+
+
+async def test_where_the_rank_it_was_admitted_to_is_gone_another_will_do() -> None:
+    """It leaves the fleet between the admission and the decision."""
+    world = world_of(2)
+    full = await ask(world, "full", 70_000, start=100, end=None)
+    assert full is not None
+    prepared = await world.prepare(prompt_of(40_000, start=200_000), {"x-session-id": "s"})
+    assert hold(world.brain, prepared)[0] is None
+    assert prepared.allowed == frozenset({1 - full.decision.slot})
+    world.fleet.set_status(1 - full.decision.slot, RankStatus.DOWN)
+
+    assert world.brain.choose(prepared).decision.slot == full.decision.slot
+
+
+async def test_what_ends_lets_the_next_one_go_at_once() -> None:
+    """No tick, no first token: the refusal of a prompt that took the rank is enough."""
+    world = world_of(1)
+    prepared = await world.prepare(prompt_of(60_000), {"x-session-id": "refused"})
+    assert hold(world.brain, prepared)[0] is None
+    refused = world.brain.choose(prepared)
+    held, went = hold(world.brain, await world.prepare(prompt_of(40_000, start=200_000), {"x-session-id": "next"}))
+    assert held is not None
+    assert not went
+    refused.lease.close(Outcome.CLIENT_ERROR, None)
+    assert went
+
+
+@pytest.mark.parametrize("end", [o for o in Outcome if o not in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE)])
+async def test_what_fails_is_charged_no_more(end: Outcome) -> None:
+    """Nothing of it is in the rank's cache."""
+    world = world_of(1)
+    assert await ask(world, "s", 60_000, start=100, end=end) is not None
+    assert charged(world) == 0
+
+
+async def test_a_client_that_leaves_leaves_its_context_if_it_was_computed() -> None:
+    """Before the first token there is none."""
+    world = world_of(1)
+    assert await ask(world, "began", 60_000, start=100, end=Outcome.CLIENT_GONE) is not None
+    assert charged(world) >= 60_000
+    prepared = await world.prepare(prompt_of(20_000, start=200_000), {"x-session-id": "waited"})
+    assert hold(world.brain, prepared)[0] is None
+    before = charged(world)
+    world.brain.choose(prepared).lease.close(Outcome.CLIENT_GONE, None)
+    assert charged(world) == before
+
+
+async def test_answers_are_charged_as_long_as_answers_are() -> None:
+    """Agents allow 32,000 tokens and answers take 50: of conversations of 2,000 tokens some forty fit 85,000."""
+    world = world_of(1)
+    for number in range(100):
+        world.now += 1.0
+        await ask(world, "taught", 10, start=9_000_000 + 100 * number, max_tokens=32_000)
+    count = 0
+    while await ask(world, f"s{count}", 2_000, start=100 + 10_000 * count, max_tokens=32_000):
+        count += 1
+
+    assert 36 <= count <= 42
+
+
+@pytest.mark.parametrize("most", [-(10**9), 0, 10**12, 10**311, -(10**400)])
+async def test_no_max_tokens_is_too_absurd(most: int) -> None:
+    """A newcomer that asks for it neither waits for ever nor makes room, and it costs no more than a long answer."""
+    for admission in ("guarded", "off"):
+        world = World(ranks=2, admission=admission)
+        for number in range(2):
+            assert await ask(world, f"s{number}", 1_000, start=100 + 10_000 * number) is not None
+        assert await ask(world, "absurd", 100, start=900_000, end=None, max_tokens=most) is not None
+        assert await ask(world, "small", 100, start=950_000) is not None
+        if admission == "guarded":
+            assert 2_200 <= charged(world) <= 4_000
+
+
+async def test_what_no_context_holds_is_not_waited_for() -> None:
+    """The engine refuses it at once; and an answer is charged no further than the context goes."""
+    world = World(ranks=0, admission="guarded")
+    slot = world.fleet.add_rank(
+        RankId("w0", 0),
+        target=Target("127.0.0.1", 1, 0, 1, Engine.SHIM),
+        models=frozenset({"m"}),
+        block_tokens=BLOCK,
+        pool_tokens=100_000,
+        cards={"m": {"id": "m", "max_model_len": 80_000}},
+    )
+    world.fleet.set_status(slot, RankStatus.READY)
+    assert await ask(world, "full", 79_900, start=100, end=None, max_tokens=32_000) is not None
+    assert charged(world) == 80_000
+
+    assert await ask(world, "held", 60_000, start=200_000) is None
+    assert await ask(world, "too long", 80_001, start=300_000, end=Outcome.CLIENT_ERROR) is not None
+
+
+async def test_a_rank_that_fails_has_no_room() -> None:
+    """Rank 0 is full, rank 1 fails what it gets: after its breaker has opened, requests wait instead."""
+    world = world_of(2, breaker_failures=2)
+    full = await ask(world, "full", 70_000, start=100, end=None)
+    assert full is not None
+    held = 0
+    for number in range(10):
+        world.now += 0.1
+        prepared = await world.prepare(
+            prompt_of(50_000, start=5_000_000 + 100_000 * number), {"x-session-id": f"n{number}"}
+        )
+        if hold(world.brain, prepared)[0] is not None:
+            held += 1
+            continue
+        attempt = world.brain.choose(prepared)
+        attempt.lease.close(Outcome.RESET, None)
+    assert held == 8
+    assert world.fleet.breakers.closed_to(now=world.now) == {1 - full.decision.slot}
