@@ -77,6 +77,13 @@ def is_credential(header: str) -> bool:
     return name not in _SIGNALS and _CREDENTIAL.search(name) is not None
 
 
+def session_header(name: str) -> str:
+    """The name of a header that may name a session. Raises ``ValueError`` for one that ``is_credential``."""
+    if is_credential(name):
+        raise ValueError(f"by its name {name!r} may carry a credential, and no credential may name a session")
+    return name
+
+
 def identify(
     headers: Mapping[str, str], fields: Mapping[str, Any], *, tenant: str, first: Sequence[str] = ()
 ) -> SessionKey | None:

@@ -49,6 +49,7 @@ def test_an_answer_that_was_left_out_is_no_other_conversation() -> None:
     answers = [[*HISTORY[:at], *range(at * 1000, at * 1000 + 4)] for at in (50, 70, 100)]
     known = chains(HISTORY, *answers)
     assert shared(known, [*HISTORY, 500]) == 0
+    assert shared(chains(*answers, HISTORY), [*HISTORY, 500]) == 0
     assert shared(chains(answers[-1]), [*HISTORY, 500]) == 0
     assert shared(chains(HISTORY, [*HISTORY[:50], *range(1000, 1005)]), [*HISTORY, 500]) == 50
     known.extend(0, None, [*HISTORY[:70], 2000])

@@ -229,6 +229,12 @@ def test_a_workers_refused_url_is_shown_without_its_password(url: str) -> None:
         ({"workers": ["ftp://a"]}, {}, "", ["workers.0.url", "'ftp://a'", "http://host:port"]),
         ({"workers": ["http://user:pw@a:1"]}, {}, "", ["workers.0.url", "credentials"]),
         ({"workers": ["http://a:1", "http://a:1"]}, {}, "", ["workers", "two workers", "a:1"]),
+        (
+            {},
+            {"HOMING__ROUTING__SESSION_HEADERS": '["X-Smg-Routing-Key", "X-Auth-Token"]'},
+            "",
+            ["routing.session_headers.1", "'X-Auth-Token'", "credential"],
+        ),
         ({}, {}, "workers: [{id: a}]", ["workers.0.url is missing", "router.yaml"]),
         ({}, {"HOMING__WORKERS": '[{"url":'}, "", ["the environment", "not JSON", "workers"]),
         ({}, {}, "server: [", ["router.yaml", "not YAML", "line 1"]),
