@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
+
+from router.core.session import session_header
 
 
 class Policy(StrEnum):
@@ -263,7 +265,9 @@ class RoutingSettings(_Slice):
     breaker_max_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="The share of the fleet that may be left alone at once."
     )
-    session_headers: tuple[str, ...] = Field((), description="Headers that name a session, before all others.")
+    session_headers: tuple[Annotated[str, AfterValidator(session_header)], ...] = Field(
+        (), description="Headers that name a session, before all others."
+    )
     worker_tokenize_seconds: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
         description="For models without a tokenizer here: wait so long for a worker's /tokenize. 0: key by text.",
