@@ -60,12 +60,51 @@ async def test_a_new_conversation_waits_and_an_old_one_does_not() -> None:
 
 
 async def test_held_for_too_long() -> None:
-    """After the longest wait the client is told to come again."""
-    async with _full(hold_seconds=0.1) as (world, worker):
+    """After the longest wait the client is told to come again, and when: nobody was let go for over a second, and one
+    who comes then will not wait less.
+    """
+    async with _full(hold_seconds=1.1) as (world, worker):
         answer_ = await world.ask(1, **BIG)
         assert (answer_.status, answer_.error["code"]) == (429, "held_too_long")
-        assert int(answer_.headers["retry-after"]) >= 1
+        assert answer_.headers["retry-after"] == "2"
         assert len(worker.requests) == 1
+        assert world.count("homing_admission_hold_seconds_count", end="late") == 1
+        assert world.count("homing_admission_hold_seconds_sum", end="late") > 1.0
+
+
+async def test_no_more_wait_than_may() -> None:
+    """With room for one in the queue the next one is refused at once, and the first goes on waiting."""
+    async with _full(max_held=1) as (world, worker):
+        client = await _held(world, 1)
+        refused = await world.ask(2, **BIG)
+        assert (refused.status, refused.error["code"]) == (429, "hold_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert world.count("homing_admission_hold_seconds_count", end="refused") == 1
+        assert 600 <= world.count("homing_admission_held_tokens") < 700
+        assert 0 < world.count("homing_admission_oldest_hold_seconds") < 10
+        assert 600 <= world.count("homing_admission_charged_tokens") < 700
+        assert len(worker.requests) == 1
+        await client.close()
+
+
+async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
+    """One place: two are held, and the admitted conversation is served all the same; when there is room they take a
+    place each, so that the next one waits for its turn.
+    """
+    async with _full(OK, (0.3, *OK), max_inflight=1) as (world, worker), FaultWorker([(0.3, *OK)]) as other:
+        held = [await _held(world, session) for session in (1, 2)]
+        assert (await world.ask(0, **BIG)).status == 200
+        assert len(worker.requests) == 2
+        world.add_rank(other.port)
+        await until(lambda: len(other.requests) == 1)
+        late = asyncio.create_task(world.ask(0, **BIG))
+        await until(lambda: world.count("homing_queued_requests") == 1)
+        assert len(worker.requests) == 2
+        assert (await held[0].answer()).status == 200
+        assert (await late).status == 200
+        for client in held:
+            await client.close()
+        assert (await world.ask(0, **BIG)).status == 200
 
 
 async def test_who_leaves_is_held_no_more() -> None:
@@ -100,6 +139,8 @@ async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
         assert answer_.complete
         assert answer_.headers["content-type"] == "text/event-stream"
         assert answer_.body.startswith(b": waiting, position 1\n\n")
+        decided = next(part for part in answer_.body.split(b"\n\n") if b"x-homing-worker" in part)
+        assert b"\n: x-homing-worker: w1\n: x-homing-rank: 0\n" in b"\n" + decided + b"\n"
         assert list(_events(answer_.body)) == [DELTA.strip(), b"data: [DONE]"]
         await client.close()
 
