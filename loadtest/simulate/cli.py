@@ -36,7 +36,8 @@ examples:
       every cell of the grid, a table with the mean over the seeds
   the same with --policies all --results FOLDER
       keeps every run: once interrupted it goes on where it was, and may be started several times to use more cores
-  homing simulate --trace mooncake.jsonl.gz --speed-up 2.5 --pool-tokens 500000 --policies affinity,mooncake
+  homing simulate --trace mooncake.jsonl.gz --speed-up 2.5 --warm-up-seconds 0 --pool-tokens 500000 \\
+      --policies affinity,mooncake
 
 exit status: 0 done; 1 the trace cannot be read, or the folder not be used; 2 bad usage.
 """
@@ -61,6 +62,12 @@ def main(argv: Sequence[str]) -> int:
     except (TraceError, OSError) as error:
         print(f"homing simulate: {error}", file=sys.stderr)
         return 1
+    end_seconds = recording.span_seconds / options.speed_up
+    if recording.arrivals and options.warm_up_seconds > end_seconds:
+        parser.error(
+            f"argument --warm-up-seconds: the trace ends after {end_seconds:.0f} s, before "
+            f"{options.warm_up_seconds:g} s of warm-up have passed: nothing would be counted"
+        )
     plans = _plans(recording, options)
 
     def progress(number: int, result: PolicyResult, done: int) -> None:
@@ -162,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="share of the ranks that an infinite cache would need; sets their speed (default: full speed)",
     )
-    add("--seed", type=_several(int), default=[1], metavar="LIST", help="(default 1)")
+    add("--seed", type=_several(_integer), default=[1], metavar="LIST", help="(default 1)")
     add("--json", action="store_true", help="print a list with one object for each policy and cell")
     add(
         "--results",
@@ -201,22 +208,36 @@ def _several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse_all
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+
+
+def _integer(text: str) -> int:
+    value = _number(text)
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text}")
+    return int(value)
+
+
 def _whole(text: str) -> int:
-    value = float(text)
-    if value < 1 or value != int(value):
+    value = _number(text)
+    if not (value >= 1 and value.is_integer()):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
     return int(value)
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
     return value
 
 
 def _natural(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
     return value

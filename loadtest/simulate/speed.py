@@ -74,5 +74,4 @@ def _open_demand(recording: Recording) -> tuple[float, float]:
         cached = min(ever_blocks(path), most) * recording.block_tokens
         remember(path)
         busy += prefill_work(arrival.prompt_tokens - cached, arrival.prompt_tokens)
-    span = recording.arrivals[-1].at_seconds - recording.arrivals[0].at_seconds
-    return busy, max(span, math.ulp(1.0))
+    return busy, max(recording.span_seconds, math.ulp(1.0))

@@ -81,6 +81,11 @@ class Recording:
     arrivals: tuple[Arrival, ...] = ()
     runs: int = 0
 
+    @property
+    def span_seconds(self) -> float:
+        """From the first arrival to the last."""
+        return self.arrivals[-1].at_seconds - self.arrivals[0].at_seconds if self.arrivals else 0.0
+
 
 def load_recording(path: FilePath) -> Recording:
     """Read a trace. Raises ``TraceError``; sessions of fewer than ten turns or over 600,000 tokens are left out."""

@@ -192,6 +192,44 @@ def test_the_command_prints_what_is_promised(tmp_path: Path, capsys: pytest.Capt
         main(["--trace", trace, "--policies", "best"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--pool-tokens", "inf", "must be a whole number of at least 1, not inf"),
+        ("--pool-tokens", "nan", "must be a whole number of at least 1, not nan"),
+        ("--lanes", "few", "must be a number, not 'few'"),
+        ("--seed", "1,inf", "must be a whole number, not inf"),
+        ("--ranks", "1.5", "must be a whole number of at least 1, not 1.5"),
+        ("--utilisation", "inf", "must be above 0, not inf"),
+        ("--warm-up-seconds", "nan", "must be at least 0, not nan"),
+    ],
+)
+def test_a_value_that_is_no_use_is_refused(
+    option: str, value: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence that names the option, and with the status of bad usage."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--trace", "absent", option, value])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"argument {option}: {sentence}\n")
+
+
+def test_a_warm_up_longer_than_the_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten requests over nine seconds, twice as fast: of them nothing is counted after five, and all from the start."""
+    trace = tmp_path / "open.jsonl"
+    rows = [{"timestamp": 1000 * n, "input_length": 512, "output_length": 1, "hash_ids": [n]} for n in range(10)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--trace", str(trace), "--speed-up", "2", "--policies", "affinity", "--quiet", "--json"]
+
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--warm-up-seconds", "5"])
+    assert ended.value.code == 2
+    assert "the trace ends after 4 s, before 5 s of warm-up" in capsys.readouterr().err
+    assert main([*arguments, "--warm-up-seconds", "0", "--window-seconds", "60"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["requests"] == 10
+
+
 def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One file for each policy and seed, of which the same tables come again. A folder that is a file is refused."""
     trace = str(write_sessions(tmp_path / "sessions.jsonl", sessions=12, turns=12))
