@@ -141,6 +141,11 @@ class Admission:
         """Place in the queue, 1 at its head; None if it does not wait."""
         return next((place for place, queued in enumerate(self._queue, start=1) if queued == ticket), None)
 
+    @property
+    def longest_idle_seconds(self) -> float:
+        """After this nobody's room is kept for certain."""
+        return self._parameters.most_idle_seconds
+
     def charged_tokens(self, slot: int) -> int:
         """What conversations occupy on a rank, the idle included."""
         book = self.charges.book(slot)
@@ -200,7 +205,7 @@ class Admission:
         visit.footprint_tokens = _footprint(request, shared_tokens)
         visit.output_tokens = request.output_tokens
         visit.added_tokens = _added_tokens(request, slot, charge, shared_tokens)
-        covered_tokens = 0 if charge is None else charge.tokens
+        covered_tokens = request.charged_elsewhere.get(slot, 0) if charge is None else charge.tokens
         visit.cold = (
             not request.session.agent
             and covered_tokens < self._parameters.warm_ratio * visit.footprint_tokens
@@ -267,7 +272,8 @@ class Admission:
         parameters, charges = self._parameters, self.charges.of((request.model, request.session))
         fitting = self._with_room(request, ranks, ratio=parameters.warm_budget_ratio)
         warm = frozenset(slot for slot in fitting if self._is_warm(request, slot))
-        own = {slot for slot in charges if slot in fitting or self._is_warm(request, slot)}
+        known = charges.keys() | request.charged_elsewhere
+        own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
         at_home = frozenset(rank.slot for rank in ranks if rank.slot in own)
         if not at_home and not warm:
             return None
@@ -306,7 +312,8 @@ class Admission:
         roomy = []
         for rank in ranks:
             charge = charges.get(rank.slot)
-            others_tokens = self.charges.book(rank.slot).active_tokens
+            elsewhere_tokens = rank.load.charged_tokens - request.charged_elsewhere.get(rank.slot, 0)
+            others_tokens = self.charges.book(rank.slot).active_tokens + max(0, elsewhere_tokens)
             charged_tokens = added_tokens = _added_tokens(request, rank.slot, charge, shared_tokens)
             if charge is not None:
                 others_tokens -= 0 if charge.is_lapsable else charge.tokens
@@ -323,7 +330,7 @@ class Admission:
     def _budget_tokens(self, rank: RankView | None) -> float:
         if rank is None or rank.pool_tokens is None:
             return math.inf
-        return self._parameters.budget_ratio * rank.pool_tokens
+        return self._parameters.budget_ratio * rank.pool_tokens - rank.load.charged_tokens
 
     def _patience_seconds(self, request: RouteRequest, rank: RankView | None) -> float:
         """How long the conversation may be idle before others may have its room."""

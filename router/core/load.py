@@ -193,6 +193,7 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
     """Make ``total`` several routers' work on one rank, as one queue: the prompt it works on is the one begun last."""
     total.inflight = total.inflight_tokens = total.waiting = total.waiting_tokens = 0
     total.waiting_seconds = total.serving_since = total.recent_seconds = 0.0
+    total.charged_tokens = 0
     total.recent_at = now
     for part in parts:
         total.inflight += part.inflight
@@ -202,6 +203,7 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
         total.waiting_seconds += part.waiting_seconds
         total.serving_since = max(total.serving_since, part.serving_since)
         total.recent_seconds += recent_seconds(part, now=now)
+        total.charged_tokens += part.charged_tokens
 
 
 def explains_silence(load: RankLoad, pace: RankPace, *, now: float) -> bool:

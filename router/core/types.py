@@ -112,7 +112,8 @@ class RankLoad:
 
     ``waiting_seconds`` and ``recent_seconds`` are of the speed that the rank was first taken to have. Times its pace's
     ``factor`` they are what that work takes as far as is known now: the first estimates may be many times off, and
-    what was sent by them still waits when it is known better.
+    what was sent by them still waits when it is known better. ``charged_tokens`` are the contexts that other routers
+    have admitted to the rank; this one's own are in the books of its admission.
     """
 
     inflight: int = 0
@@ -123,6 +124,7 @@ class RankLoad:
     serving_since: float = 0.0
     recent_seconds: float = 0.0
     recent_at: float = 0.0
+    charged_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -202,6 +204,7 @@ class RouteRequest(Frozen, frozen=True):
     ``return_ratio`` is how likely the conversation is to ask again soon, as far as is known.
     ``handovers`` are the contracts by which prompt and answer may be computed apart; none: any rank does.
     ``prefill_home`` is the slot of the prefill rank that computed this session's last prompt.
+    ``charged_elsewhere[slot]`` are the tokens with which another router charges this conversation on that rank.
     ``is_beginning``: requests of the session are on their way, and none has been answered yet.
     """
 
@@ -218,6 +221,7 @@ class RouteRequest(Frozen, frozen=True):
     handovers: frozenset[Handover] = frozenset()
     prefill_home: int | None = None
     is_beginning: bool = False
+    charged_elsewhere: Mapping[int, int] = msgspec.field(default_factory=dict)
 
 
 class Price(NamedTuple):

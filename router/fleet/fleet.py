@@ -18,6 +18,7 @@ from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
 from router.core.pace import PaceLearner, PacePeers, prior
+from router.core.returns import Conversation
 from router.core.seen import TextIndex
 from router.core.session import SessionTable
 from router.core.types import (
@@ -77,6 +78,10 @@ class Fleet:
         self._metrics = metrics
         #: Told the name of a worker that a request could not be sent to.
         self.on_unreachable: Callable[[str], None] = lambda _worker: None
+        #: Told a conversation that another router serves from now on.
+        self.on_taken: Callable[[Conversation], None] = lambda _conversation: None
+        #: Tokens of the contexts that admission charges each rank with.
+        self.charged: Callable[[], Mapping[RankId, int]] = dict
         self._members: dict[int, Member] = {}
         self._slots: dict[RankId, int] = {}
         self._geometries: dict[str, Geometry] = {}

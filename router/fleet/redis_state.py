@@ -21,6 +21,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 from structlog.typing import FilteringBoundLogger
 
+from router.core.returns import Conversation
 from router.core.types import RankId, SessionKey
 from router.errors import WireError
 from router.fleet.fleet import Fleet
@@ -100,7 +101,7 @@ class RedisState:
     def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
         """Remember, and tell the others soon."""
         digest = wire.session_digest(model, *session)
-        self._homes.use(digest, rank, prompt_tokens=prompt_tokens, now=self._clock())
+        self._homes.use(digest, rank, prompt_tokens=prompt_tokens, now=self._clock(), conversation=(model, session))
         if self._homes.has_untold:
             self._wake.set()
 
@@ -207,7 +208,8 @@ class RedisState:
         match news:
             case wire.Homes(homes=homes):
                 for home in homes:
-                    self._hear_home(home, now=now)
+                    if (taken := self._hear_home(home, now=now)) is not None:
+                        fleet.on_taken(taken)
             case wire.Loads(replica=replica, ranks=ranks):
                 loads = hear_loads(ranks, now=now)
                 self._set_loads(fleet, self._peers.hear(replica, loads, now=now))
@@ -218,8 +220,8 @@ class RedisState:
         if self._homes.has_untold or self._has_deeds:
             self._wake.set()
 
-    def _hear_home(self, home: wire.Home, *, now: float) -> None:
-        self._homes.hear(
+    def _hear_home(self, home: wire.Home, *, now: float) -> Conversation | None:
+        return self._homes.hear(
             home.digest,
             RankId(home.worker, home.rank),
             used_at=now - max(0.0, home.age_seconds),
@@ -241,12 +243,9 @@ class RedisState:
                 await self._tell_homes(redis)
                 now = self._clock()
                 if now >= publish_at:
-                    await self._say(
-                        redis,
-                        wire.Loads(
-                            self._replica, tell_loads(((member.id, member.load) for member in fleet.members()), now=now)
-                        ),
-                    )
+                    loads = [(member.id, member.load) for member in fleet.members()]
+                    works = tell_loads(loads, now=now, charged_tokens=fleet.charged())
+                    await self._say(redis, wire.Loads(self._replica, works))
                     publish_at = now + self._settings.publish_seconds
                 if now >= sync_at or self._has_deeds:
                     await self._sync(redis, registry)

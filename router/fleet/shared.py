@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Protocol
 
 from router.core.load import add_loads, recent_seconds
+from router.core.returns import Conversation
 from router.core.types import RankId, RankLoad, SessionKey
 from router.wire.redis import RankWork
 
@@ -33,6 +34,8 @@ class SharedHome:
     heard_at: float
     told_at: float = -math.inf
     is_own: bool = False
+    #: Of what this process sent: whose home it is.
+    conversation: Conversation | None = None
 
 
 class SharedState(Protocol):
@@ -115,11 +118,20 @@ class HomeBook:
         if (home := self._homes.get(digest)) is not None:
             home.heard_at = now
 
-    def use(self, digest: bytes, rank: RankId, *, prompt_tokens: int, now: float) -> None:
+    def use(
+        self,
+        digest: bytes,
+        rank: RankId,
+        *,
+        prompt_tokens: int,
+        now: float,
+        conversation: Conversation | None = None,
+    ) -> None:
         """This process sends the session there, or its request there has just ended."""
         home = self._homes.get(digest)
-        if home is None or home.rank != rank:
+        if home is None or home.rank != rank or not home.is_own:  # it must be told by whom it is served now
             home = self._put(digest, SharedHome(rank, now, prompt_tokens, heard_at=now))
+        home.conversation = conversation
         home.used_at = home.heard_at = now
         home.prompt_tokens = prompt_tokens
         home.is_own = True
@@ -127,10 +139,13 @@ class HomeBook:
         if now - home.told_at >= self.refresh_seconds:
             self._untold[digest] = None
 
-    def hear(self, digest: bytes, rank: RankId, *, used_at: float, prompt_tokens: int, now: float) -> None:
+    def hear(
+        self, digest: bytes, rank: RankId, *, used_at: float, prompt_tokens: int, now: float
+    ) -> Conversation | None:
         """Another replica, or the store, says that the session was last used there at ``used_at``.
 
         Of two uses at the same moment at two replicas neither can tell the later: both take the lesser rank.
+        Returns the conversation if it was this process that served it until then.
         """
         home = self._homes.get(digest)
         is_rival = home is not None and home.is_own and home.rank != rank
@@ -140,9 +155,10 @@ class HomeBook:
             home.heard_at = now
             if home.rank != rank and home.is_own:
                 self._untold[digest] = None  # they do not know yet that it has moved on
-            return
+            return None
         self._untold.pop(digest, None)
         self._put(digest, SharedHome(rank, used_at, prompt_tokens, heard_at=now, told_at=used_at))
+        return home.conversation if home is not None and home.is_own else None
 
     def take_untold(self, limit: int, *, now: float) -> list[tuple[bytes, SharedHome]]:
         """Some of what is to be told; it counts as told."""
@@ -214,8 +230,13 @@ class PeerLoads:
         return total
 
 
-def tell_loads(loads: Iterable[tuple[RankId, RankLoad]], *, now: float) -> list[RankWork]:
-    """This replica's work as it is told to the others: times as ages, idle ranks left out."""
+def tell_loads(
+    loads: Iterable[tuple[RankId, RankLoad]], *, now: float, charged_tokens: Mapping[RankId, int] | None = None
+) -> list[RankWork]:
+    """This replica's work as it is told to the others: times as ages, idle ranks left out. ``charged_tokens`` are the
+    contexts that it has admitted.
+    """
+    charged_tokens = charged_tokens or {}
     return [
         RankWork(
             worker=rank.worker,
@@ -227,9 +248,10 @@ def tell_loads(loads: Iterable[tuple[RankId, RankLoad]], *, now: float) -> list[
             waiting_seconds=max(0.0, load.waiting_seconds),
             serving_seconds=now - load.serving_since,
             recent_seconds=recent,
+            charged_tokens=charged_tokens.get(rank, 0),
         )
         for rank, load in loads
-        if (recent := recent_seconds(load, now=now)) > _FAINT_SECONDS or load.inflight
+        if (recent := recent_seconds(load, now=now)) > _FAINT_SECONDS or load.inflight or charged_tokens.get(rank)
     ]
 
 
@@ -245,6 +267,7 @@ def hear_loads(works: Iterable[RankWork], *, now: float) -> dict[RankId, RankLoa
             serving_since=now - work.serving_seconds,
             recent_seconds=work.recent_seconds,
             recent_at=now,
+            charged_tokens=work.charged_tokens,
         )
         for work in works
     }

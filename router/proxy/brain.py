@@ -270,6 +270,7 @@ class RouterBrain(Models):
         reusable = self._reusable(prepared)
         home = prefill_home = None
         is_beginning = False
+        charged_elsewhere: Mapping[int, int] = {}
         if session is not None:
             answering = reusable
             if self.makes_pairs:
@@ -278,6 +279,8 @@ class RouterBrain(Models):
                 prefill_home = self._home(prepared, computing, prefill_home)
             home = self._home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
+            if self._holding is not None and fleet.shared.is_shared:
+                charged_elsewhere = self._holding.charged_elsewhere(model, session)
         return RouteRequest(
             model=prepared.model,
             prompt_tokens=prepared.prompt_tokens,
@@ -292,6 +295,7 @@ class RouterBrain(Models):
             handovers=prepared.handovers,
             prefill_home=prefill_home,
             is_beginning=is_beginning,
+            charged_elsewhere=charged_elsewhere,
         )
 
     def _home(self, prepared: PreparedRequest, reusable: Mapping[int, int], known: int | None) -> int | None:

@@ -7,13 +7,14 @@ body, its keys and an entry here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from router.core.admission import Admission, Hold, Released, Visit
+from router.core.returns import Conversation
 from router.core.turnover import Turnover
-from router.core.types import FleetView, RankId, RouteRequest
+from router.core.types import FleetView, RankId, RouteRequest, SessionKey
 from router.fleet.fleet import Fleet
 from router.proxy.types import HoldEnd
 from router.telemetry.metrics import Metrics
@@ -69,6 +70,8 @@ class Holding:
         metrics.charged_tokens.set_function(
             lambda: sum(admission.charged_tokens(rank.slot) for rank in fleet.view.ranks)
         )
+        fleet.charged = self._charged
+        fleet.on_taken = self._taken
         metrics.admission_on.set_function(lambda: float(admission.guard.on))
 
     def offer(self, route: Route, go: Go) -> HeldRequest | frozenset[int] | None:
@@ -89,6 +92,28 @@ class Holding:
         now = self._fleet.clock()
         request = msgspec.structs.replace(request, allowed=None)
         return self._admission.room(request, self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
+
+    # --- other replicas -----------------------------------------------------------------------------
+
+    def charged_elsewhere(self, model: str, session: SessionKey) -> Mapping[int, int]:
+        """What another replica, which served the conversation not long ago, charges it with, by slot."""
+        home = self._fleet.shared.home(model, session)
+        since = self._fleet.clock() - self._admission.longest_idle_seconds
+        if home is None or home.is_own or home.used_at < since:
+            return {}
+        return {rank.slot: home.prompt_tokens for rank in self._fleet.view.ranks if rank.id == home.rank}
+
+    def _charged(self) -> Mapping[RankId, int]:
+        """What is charged to each rank by this replica, but for what may lapse."""
+        book = self._admission.charges.book
+        return {rank.id: book(rank.slot).active_tokens for rank in self._fleet.view.ranks}
+
+    def _taken(self, conversation: Conversation) -> None:
+        """Another replica serves it now, and charges it."""
+        self._admission.charges.drop_idle(conversation)
+        self.release()
+
+    # --- requests under way ---------------------------------------------------------------------------
 
     def started(self, request: RouteRequest, slot: int) -> Visit:
         """The request was sent to ``slot``."""

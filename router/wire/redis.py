@@ -191,7 +191,8 @@ def read_workers(reply: Sequence[bytes]) -> dict[str, WorkerEntry]:
 class RankWork(msgspec.Struct, frozen=True, array_like=True):
     """What one replica has sent to one rank and not seen finished; fields as in ``core.types.RankLoad``.
 
-    ``serving_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` is faded to now.
+    ``serving_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` is faded to now;
+    ``charged_tokens`` are those of the contexts that the replica has admitted to the rank.
     """
 
     worker: str
@@ -203,6 +204,7 @@ class RankWork(msgspec.Struct, frozen=True, array_like=True):
     waiting_seconds: Seconds
     serving_seconds: Seconds
     recent_seconds: Seconds
+    charged_tokens: Count = 0
 
 
 class Homes(msgspec.Struct, frozen=True, array_like=True, tag="homes"):

@@ -487,6 +487,23 @@ def test_no_room_is_seen_on_a_rank_that_keeps_failing() -> None:
     assert admission.room(failed, desk.view, now=0.0, closed=frozenset({2})) is None
 
 
+def test_what_other_routers_have_admitted_takes_room() -> None:
+    """They charge 600 of 1,000: no 400 fit beside that, 300 do, and the conversation whose 500 these are passes."""
+    desk = Desk(fleet(1), AlwaysHold())
+    desk.view.ranks[0].load.charged_tokens = 600
+
+    held = desk.offer(ask("a", 400))
+    assert isinstance(held, Hold)
+    desk.admission.cancel(held.ticket)
+    theirs = msgspec.structs.replace(ask("b", 550), charged_elsewhere={0: 500})
+    assert desk.offer(theirs) == Admit(Passage.ADMITTED, frozenset({0}))
+    desk.turn(ask("c", 300))
+    assert isinstance(desk.offer(ask("d", 10)), Hold)
+    assert desk.offer(theirs) == Admit(Passage.ADMITTED, frozenset({0}))
+    desk.admission.charges.drop_idle(("m", SessionKey("", "c")))
+    assert desk.admission.charged_tokens(0) == 0
+
+
 def test_nobody_waits_for_room_where_nobody_serves() -> None:
     """It passes, and is told that there is no worker. Who waits already goes on waiting."""
     desk = Desk(fleet(1), AlwaysHold())
