@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,14 +95,18 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
+    peers = ["transformers", *(["vllm"] if options.beside_vllm else [])]
     rows: list[dict[str, object]] = []
+    if not options.json:
+        _print_head(peers)
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
-            rows += _measure(model, Path(folder), options)
+            for row in _measure(model, Path(folder), options):
+                rows.append(row)
+                if not options.json:
+                    _print_row(row, peers)
     if options.json:
         print(json.dumps({"dtype": options.dtype, "rounds": options.rounds, "rows": rows}))
-    else:
-        _print_table(rows)
     return 0
 
 
@@ -127,24 +131,22 @@ def _refuse(message: str, *, status: int) -> int:
     return status
 
 
-def _measure(model: str, folder: Path, options: argparse.Namespace) -> list[dict[str, object]]:
-    """The rows of one model."""
+def _measure(model: str, folder: Path, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """The rows of one model, as they are measured."""
     from engine_shim.bench.shapes import write_model
 
     _tell(f"{model}: loading")
     path = write_model(model, folder, seed=options.seed)
     contenders, absent = _contenders(model, path, options)
     rng = random.Random(options.seed)
-    rows = []
     try:
         for case in cases(model):
             _tell(f"{model}: {case.name}")
             rounds = [_round(case, contenders, rng) for _ in range(1 + options.rounds)][1:]
-            rows.append({"model": model, "case": case.name, **_summary(rounds), **absent})
+            yield {"model": model, "case": case.name, **_summary(rounds), **absent}
     finally:
         for contender in contenders.values():
             contender.close()
-    return rows
 
 
 def _contenders(
@@ -221,22 +223,23 @@ def _summary(rounds: Sequence[Mapping[str, Speeds]]) -> dict[str, object]:
     return summary
 
 
-def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
-    peers = [name for name in ("transformers", "vllm") if any(isinstance(row.get(name), Mapping) for row in rows)]
+def _print_head(peers: Sequence[str]) -> None:
     print("tokens a processor second, and how many times as many as each of the others\n")
     print(f"{'':28}{'prefill':>9}{'decode':>8}" + "".join(f"{f'x {peer}':>26}" for peer in peers))
-    print(f"{'':45}" + f"{'prefill  decode    same':>26}" * len(peers))
-    for row in rows:
-        own = row["homing"]
-        assert isinstance(own, Mapping)
-        line = f"{row['model']!s:11}{row['case']!s:17}{_cell(own, 'prefill_tokens_per_s', ','):>9}"
-        line += f"{_cell(own, 'decode_tokens_per_s', ','):>8}"
-        for peer in peers:
-            theirs = row.get(peer)
-            ratios = (("prefill_ratio", ".2f"), ("decode_ratio", ".2f"), ("same", ".0%"))
-            cells = [_cell(theirs, *ratio) if isinstance(theirs, Mapping) else "-" for ratio in ratios]
-            line += f"{cells[0]:>10}{cells[1]:>8}{cells[2]:>8}"
-        print(line)
+    print(f"{'':45}" + f"{'prefill  decode    same':>26}" * len(peers), flush=True)
+
+
+def _print_row(row: Mapping[str, object], peers: Sequence[str]) -> None:
+    own = row["homing"]
+    assert isinstance(own, Mapping)
+    line = f"{row['model']!s:11}{row['case']!s:17}{_cell(own, 'prefill_tokens_per_s', ','):>9}"
+    line += f"{_cell(own, 'decode_tokens_per_s', ','):>8}"
+    for peer in peers:
+        theirs = row.get(peer)
+        ratios = (("prefill_ratio", ".2f"), ("decode_ratio", ".2f"), ("same", ".0%"))
+        cells = [_cell(theirs, *ratio) if isinstance(theirs, Mapping) else "-" for ratio in ratios]
+        line += f"{cells[0]:>10}{cells[1]:>8}{cells[2]:>8}"
+    print(line, flush=True)
 
 
 def _cell(figures: Mapping[str, float], name: str, form: str) -> str:
