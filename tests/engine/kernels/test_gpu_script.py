@@ -11,6 +11,9 @@ from engine_shim.bench import gpu
 from engine_shim.bench.dense import DenseLoop
 from engine_shim.model.config import from_hugging_face
 
+# The interpreter is slow, the more so where others compute.
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run the script itself")

@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
 
+# Compilers are slow where others compute.
+pytestmark = pytest.mark.timeout(400)
+
 # A process of its own: in this one the kernels are the interpreter's.
 _COMPILE = """
 import json, sys

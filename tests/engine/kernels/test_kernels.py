@@ -24,6 +24,9 @@ from engine_shim.attention import kernel_attention, kernels
 from engine_shim.attention.kernel_attention import KernelAttention, Tiles, attend_pages, splits_for
 from engine_shim.attention.tables import GroupTable, PageTables, page_tables
 
+# The interpreter is slow, the more so where others compute.
+pytestmark = pytest.mark.timeout(400)
+
 CPU = torch.device("cpu")
 SCALE = 0.5
 # Float32 against float64, of values around one.

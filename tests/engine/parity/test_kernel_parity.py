@@ -27,6 +27,9 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'homi
 from engine_shim.attention import kernel_attention
 from engine_shim.runner.graphs import DecodeGraphs, DecodeInputs
 
+# The interpreter is slow, the more so where others compute.
+pytestmark = pytest.mark.timeout(400)
+
 TOLERANCE = 2e-4
 DELTA_NET_TOLERANCE = 2e-3
 
