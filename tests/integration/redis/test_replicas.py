@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.fakes.router_cluster import Cluster, Part, needs_redis, rank, until
+from tests.fakes.router_cluster import Cluster, Part, needs_redis, rank, start, until
 
 pytestmark = [needs_redis, pytest.mark.asyncio(loop_scope="module")]
 
@@ -288,6 +288,35 @@ async def test_what_operators_do_with_workers_at_one_replica_holds_at_all(cluste
         third.kill()
 
 
+async def test_a_router_that_knows_nothing_finds_the_sessions_of_another(cluster: Cluster) -> None:
+    """A third router without Redis, as after a restart: 24 sessions at once, each to where its cache is."""
+    prompts = [f"restart-{number} " + PROMPT for number in range(24)]
+
+    async def ask(router: Part, more: str) -> list[httpx.Response]:
+        return await asyncio.gather(
+            *(cluster.ask(router, prompt + more, f"restart-{number}") for number, prompt in enumerate(prompts))
+        )
+
+    before = await ask(cluster.routers[0], "")
+    workers = [word for url in cluster.shim_urls for word in ("--worker", url)]
+    restarted = start("router", "--port", "0", "--admin-port", "0", *workers)
+    try:
+        await restarted.ready()
+        await until(lambda: cluster.is_ready(restarted, ranks=4))
+        await until(lambda: knows_as_much(cluster, restarted))
+        after = await ask(restarted, " key-0001 val-0002")
+    finally:
+        restarted.kill()
+    assert [rank(answer) for answer in after] == [rank(answer) for answer in before]
+    assert all(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400 for answer in after)
+
+
+async def knows_as_much(cluster: Cluster, router: Part) -> bool:
+    """Its index has what the first router's has."""
+    told = [await cluster.metric(each, "index_blocks") for each in (router, cluster.routers[0])]
+    return told[0] >= told[1] > 0
+
+
 async def test_a_killed_replica_takes_nothing_with_it(cluster: Cluster) -> None:
     """Killed in mid-load: what it had not begun to answer is answered by the other, with the same hits as before."""
     killed = cluster.routers[0]
@@ -300,6 +329,20 @@ async def test_a_killed_replica_takes_nothing_with_it(cluster: Cluster) -> None:
     assert load.failures == []
     assert after >= before - 0.02
     cluster.routers.remove(killed)
+
+
+async def test_without_redis_for_good_sessions_are_found_by_their_caches() -> None:
+    """Killed in mid-load and not coming back: the hit ratio of sessions that change replica is what it was in 5 s."""
+    async with Cluster() as lone:
+
+        async def kill() -> None:
+            lone.redis.kill()
+
+        load, before, after = await disturb(lone, kill, within_seconds=5.0)
+        assert load.failures == []
+        assert after >= before - 0.02
+        for router in lone.routers:
+            assert await lone.metric(router, "shared_state_up") == 0.0
 
 
 async def is_alone(cluster: Cluster) -> bool:
