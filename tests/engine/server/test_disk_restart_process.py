@@ -30,7 +30,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     options = ("--pool-tokens", "2048", "--host-pool-tokens", "4096", "--disk-pool", str(folder))
     with running_shim(*options) as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         assert ask(client, 0) == (FACTS[0].value, 0)
-        wait_until(lambda: metric(client, "homing:moved_pages_total", target="STORAGE") > 1500 // 16, seconds=10)
+        wait_until(lambda: metric(client, "homing:moved_pages_total", target="STORAGE") > 1500 // 16, seconds=60)
         another = spawn(*options)
         _, told = another.communicate(timeout=60)
         assert (another.returncode, "is in use by another process" in told) == (1, True)
