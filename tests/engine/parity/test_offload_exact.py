@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from exact_arithmetic import exact_arithmetic  # noqa: F401 - a fixture
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from offload_rank import OffloadRank
 from parity_rank import ParityRank
@@ -50,11 +50,11 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 class Conversations:
     """Requests that continue and fork one another on a rank with room for few, each compared with a cold rank."""
 
-    def __init__(self, decoder: Decoder, rank: OffloadRank, answers: dict[str, list[int]]) -> None:
+    def __init__(self, decoder: Decoder, rank: OffloadRank, answers: dict[str, list[int]], *, tokens: int) -> None:
         """``answers`` are to be known for a rank with drafts."""
         self.decoder = decoder
         self.rank = rank
-        self.histories = [[7 + 5 * n + i % 11 for i in range(56)] for n in range(6)]
+        self.histories = [[7 + 5 * n + i % 11 for i in range(tokens)] for n in range(6)]
         self.open: dict[str, tuple[Request, int]] = {}
         self.answers = answers
         self.names = 0
@@ -121,18 +121,37 @@ class Conversations:
         self.compared += len(rows)
 
 
+#: More at once than the device has room for, an abort on the way, a fork, and everybody again.
+CROWD: list[Action] = [
+    *(("ask", n, 9, 12) for n in range(3)),
+    ("steps", 0, 0, 8),
+    ("abort", 1, 0, 1),
+    ("ask", 3, 2, 9),
+    ("finish", 0, 0, 1),
+    *(("ask", n, 9, 7) for n in (4, 5, 0)),
+    ("finish", 0, 0, 1),
+    ("settle", 0, 0, 1),
+    ("ask", 1, 9, 6),
+    ("ask", 2, 3, 6),
+]
+
+
 @pytest.mark.usefixtures("exact_arithmetic")
 @pytest.mark.timeout(600)
-def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
-    """Under any schedule of arrivals, forks, aborts, preemptions, saves and loads, with drafts that hold in part.
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("tails", WindowTails)
+def test_cached_equals_cold(decoder: Decoder, tmp_path: Path, tails: WindowTails, *, drafts: bool) -> None:
+    """Under any schedule of arrivals, forks, aborts, preemptions, saves and loads, and drafts that hold in part.
 
-    Where there are windows, they are stored, rebuilt, or in rings.
+    Each run begins with what the one before has left on disk.
     """
+    windows = sum(layer.window_tokens is not None for layer in decoder.config.layers)
+    if tails is not WindowTails.STORED and not windows:
+        pytest.skip("a model without windows, or with states, has nothing to rebuild")
     seen = Counter()
-    examples = 10 if decoder.config.delta_net is None else 4
 
     @settings(
-        max_examples=examples,
+        max_examples=2,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -143,12 +162,9 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
         piece=st.integers(1, 12),
         chunk=st.integers(9, 40),
         disk=st.booleans(),
-        drafts=st.booleans(),
-        tails=st.sampled_from(WindowTails),
     )
-    def run(
-        actions: list[Action], policy: WritePolicy, piece: int, chunk: int, disk: bool, drafts: bool, tails: WindowTails
-    ) -> None:
+    @example(actions=CROWD, policy=WritePolicy.THROUGH, piece=4, chunk=24, disk=True)
+    def run(actions: list[Action], policy: WritePolicy, piece: int, chunk: int, disk: bool) -> None:
         answers: dict[str, list[int]] = {}
         rank = OffloadRank(
             decoder,
@@ -163,13 +179,14 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
             folder=tmp_path,
             policy=policy,
             piece_pages=piece,
-            window_tails=WindowTails.STORED if decoder.config.delta_net else tails,
+            window_tails=tails,
             record=not drafts,
             drafter=HalfRight(answers) if drafts else None,
             draft_tokens=3 if drafts else 0,
         )
         try:
-            talk = Conversations(decoder, rank, answers)
+            # To rebuild is of use only behind what several layers of windows reach back to.
+            talk = Conversations(decoder, rank, answers, tokens=56 if tails is WindowTails.STORED else 100)
             # First each conversation once, which fills the pools, so that most of what follows has to come back.
             opening = [step for n in range(6) for step in (("ask", n, 9, 3), ("finish", 0, 0, 1), ("settle", 0, 0, 1))]
             for action in [*opening, *actions, ("finish", 0, 0, 1)]:
@@ -187,10 +204,10 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path) -> None:
             accepted=sum(stats.accepted_tokens),
             rejected=stats.drafted_tokens - sum(stats.accepted_tokens),
             rebuilt=rank.rebuilt_positions,
-            written_over=len(rank.layout.groups) > 1 and sum(rank.scheduler.generations[1]),
         )
         assert rank.moved.failed_transfers == 0
 
     run()
-    assert min(seen["loaded"], seen["fetched"], seen["preempted"], seen["accepted"], seen["rejected"]) > 0, seen
-    assert seen["rebuilt"] > 0 or not decoder.config.layers[0].window_tokens, seen
+    assert min(seen["loaded"], seen["fetched"], seen["preempted"]) > 0, seen
+    assert min(seen["accepted"], seen["rejected"]) > 0 or not drafts, seen
+    assert seen["rebuilt"] > 0 or drafts or tails is WindowTails.STORED, seen
