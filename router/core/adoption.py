@@ -112,8 +112,8 @@ class Adopted:
         place = next(iter(self.nameless), None)
         return None if place is None or self.nameless[place] >= self.unknown_removals else place
 
-    def stored(self, place: int) -> bool:
-        """A place was stored after all, so it has a name. False if it was not taken over."""
+    def named(self, place: int) -> bool:
+        """A place has a name after all, and stands by itself. False if it was not taken over."""
         if place not in self:
             return False
         self.nameless.pop(place, None)
@@ -122,13 +122,17 @@ class Adopted:
 
     def let_go(self, place: int) -> Sequence[int]:
         """A place is gone. Returns those that no other vouches for."""
-        self.nameless.pop(place, None)
-        lost = []
-        for each in self.before.pop(place, ()):
-            if each in self.vouchers:
-                self.vouchers[each] -= 1
-                if not self.vouchers[each]:
-                    del self.vouchers[each]
-                    if each not in self.nameless:
-                        lost.append(each)
+        lost: list[int] = []
+        gone = [place]
+        while gone:
+            place = gone.pop()
+            self.nameless.pop(place, None)
+            for each in self.before.pop(place, ()):
+                if each in self.vouchers:
+                    self.vouchers[each] -= 1
+                    if not self.vouchers[each]:
+                        del self.vouchers[each]
+                        if each not in self.nameless:
+                            lost.append(each)
+                            gone.append(each)
         return lost

@@ -153,7 +153,7 @@ class Blocks:
     def _name_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
         """Blocks that had been taken over were stored after all: that is the one copy of them."""
         for place in places:
-            if rank.adopted.stored(place) and rank.chains.has_twin(slot, place):
+            if rank.adopted.named(place) and rank.chains.has_twin(slot, place):
                 rank.chains.lose(slot, place)
                 self._lose_taken_sparse(rank, slot, place)
 

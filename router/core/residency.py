@@ -274,7 +274,7 @@ class Residency(Blocks):
         if chain.start is None:
             self._take_over_sparse(rank, slot, units)
         rank.names.learn((event.parent,), taken[:1])
-        rank.adopted.nameless.pop(taken[0], None)
+        rank.adopted.named(taken[0])
         return taken[0]
 
     def reused(self, slot: int, keys: Sequence[int], *, tokens: int) -> None:
