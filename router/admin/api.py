@@ -109,7 +109,11 @@ def create_admin(
     async def remove_worker(name: str) -> None:
         await registry.remove(name)
 
-    @app.post("/admin/workers/{name}/drain", summary="Give a worker no new sessions.", responses=errors(400, 404))
+    @app.post(
+        "/admin/workers/{name}/drain",
+        summary="Give a worker no new sessions, and let its own move with their next turns, one after another.",
+        responses=errors(400, 404),
+    )
     async def drain_worker(name: str) -> Json:
         registry.drain(name)
         return ranks_by_slot(name)

@@ -73,7 +73,7 @@ class Reason(StrEnum):
     Of a pair of ranks it says why the prompt is computed where it is.
     """
 
-    HOME = "home"  # the rank that served this session before
+    HOME = "home"  # the rank that served this conversation before, or has its history
     PREFIX = "prefix"  # another rank, whose cache holds enough of the prompt to be the cheapest
     SPILL = "spill"  # home was known and warm, but waiting there costs more than leaving
     COLD = "cold"  # nobody holds anything useful: by load

@@ -184,7 +184,7 @@ class Registry:
         self._log.info("worker removed", worker=worker.name)
 
     def drain(self, name: str) -> Worker:
-        """Give a worker no new sessions; those at home there are still served. Raises ``NotFound``."""
+        """Give a worker no new sessions; those at home there leave one by one. Raises ``NotFound``."""
         worker = self.worker(name)
         worker.is_draining = True
         self._show(worker, worker.status, worker.reason)

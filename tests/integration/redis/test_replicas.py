@@ -288,6 +288,40 @@ async def test_what_operators_do_with_workers_at_one_replica_holds_at_all(cluste
         third.kill()
 
 
+async def test_a_drained_workers_sessions_move_with_their_next_turns(cluster: Cluster) -> None:
+    """Eight sessions on two workers, which ask at both replicas at once: after two turns each, and one more, none is on
+    the drained worker, and all have their caches where they are.
+    """
+    names = [f"moving-{number}" for number in range(8)]
+    answers = {name: await cluster.ask(cluster.routers[0], f"{name} {PROMPT}", name) for name in names}
+    drained = rank(answers[names[0]]).rpartition("/")[0]
+    url = f"{cluster.routers[0].words['admin']}/admin/workers/{drained}"
+    await cluster.http.post(f"{url}/drain")
+    try:
+        await until(lambda: drains(cluster, drained))
+        for turn in range(2):
+            more = " key-0001" * (turn + 1)
+            await asyncio.gather(
+                *(
+                    cluster.ask(cluster.routers[number % 2], f"{name} {PROMPT}{more}", name)
+                    for number, name in enumerate(names)
+                )
+            )
+        last = [await cluster.ask(cluster.routers[1], f"{name} {PROMPT} key-0001 key-0002", name) for name in names]
+        assert all(rank(answer).rpartition("/")[0] != drained for answer in last)
+        again = [await cluster.ask(cluster.routers[0], f"{name} {PROMPT} key-0001 key-0003", name) for name in names]
+        assert [rank(answer) for answer in again] == [rank(answer) for answer in last]
+        assert all(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400 for answer in again)
+    finally:
+        await cluster.http.post(f"{url}/undrain")
+
+
+async def drains(cluster: Cluster, worker: str) -> bool:
+    """Every replica knows that the worker is drained."""
+    states = [one for router in cluster.routers for one in await cluster.workers(router) if one["id"] == worker]
+    return all(one["draining"] for one in states)
+
+
 async def test_a_router_that_knows_nothing_finds_the_sessions_of_another(cluster: Cluster) -> None:
     """A third router without Redis, as after a restart: 24 sessions at once, each to where its cache is."""
     prompts = [f"restart-{number} " + PROMPT for number in range(24)]
