@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-import random
+import secrets
 import ssl
-from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast
@@ -30,7 +30,6 @@ from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire import headers as names
-from router.wire.headers import Header
 from router.wire.http1 import HttpRequest, RequestHead, RequestReader
 from router.wire.known_heads import KnownHeads
 from router.wire.openai import Endpoint
@@ -123,7 +122,9 @@ class DataPlane:
         self._server: asyncio.Server | None = None
         self._draining = self._retired = False
         self._empty: asyncio.Event | None = None
-        self._ids = random.Random()
+        # Ids say no more than that they differ, from those of other routers too.
+        self._id_prefix = f"req-{secrets.token_hex(8)}-".encode()
+        self._ids = itertools.count(1)
 
     async def start(self) -> int:
         """Listen; returns the port. Raises ``OSError`` if the address cannot be had."""
@@ -213,7 +214,7 @@ class DataPlane:
 
     def screen(self, head: RequestHead) -> RequestError | None:
         """Who has no key is told so before the body has been read."""
-        if self._keyring is None or ROUTES.get(head.target.partition(b"?")[0]) in _PROBES:
+        if self._keyring is None or ROUTES.get(head.path) in _PROBES:
             return None
         try:
             self._keyring.admit(names.presented_keys(head.headers), Role.DATA)
@@ -226,18 +227,19 @@ class DataPlane:
         self._instruments.request(b"", error.status, seconds=0.0)
         route = ROUTES.get(reader.target.partition(b"?")[0])
         dialect = route.dialect if isinstance(route, Endpoint) else Dialect.OPENAI
-        return dialect, names.id_line(self._request_id(reader.headers))
+        given = names.acceptable_request_id(names.first(reader.headers, names.REQUEST_ID))
+        return dialect, names.id_line(given or self._new_id())
 
     def serve(self, request: HttpRequest, client: ClientConnection) -> None:
         """Answer one request, now or later."""
         head = request.head
-        path = head.target.partition(b"?")[0]
+        path = head.path
         route = ROUTES.get(path)
         exchange = Exchange(
             request,
             client,
             self._instruments,
-            request_id=self._request_id(head.headers),
+            request_id=head.request_id or self._new_id(),
             path=path if route is not None else b"",
             endpoint=route if type(route) is Endpoint else None,
         )
@@ -301,10 +303,8 @@ class DataPlane:
         exchange.client.end()
         exchange.finish()
 
-    def _request_id(self, headers: Sequence[Header]) -> bytes:
-        """The client's own, if it has one that can be passed on."""
-        given = names.acceptable_request_id(names.first(headers, names.REQUEST_ID))
-        return given or b"req-%032x" % self._ids.getrandbits(128)
+    def _new_id(self) -> bytes:
+        return b"%b%d" % (self._id_prefix, next(self._ids))
 
 
 def _model_name(target: bytes) -> str:
