@@ -9,10 +9,10 @@ The contract, for the data plane (one thread; ``now`` from one monotonic clock; 
 where nothing is sent while there are others):
 
 1. ``offer(request, view, now=...)`` for a new arrival. ``Admit``: decide among ``admit.slots`` (None: any rank), send.
-   ``Hold``: the request has joined the queue under ``hold.ticket``; keep its client waiting, visibly.
+   ``Hold``: the request has joined the queue under ``hold.ticket``; keep its client waiting, visibly. One that failed
+   and is to be tried elsewhere arrives anew, with ``exclude``.
 2. ``start(request, slot, view, now=...)`` when it is sent; it returns a ``Visit``. Then ``visit.first_token()`` at the
    first byte, and ``finish(visit, now=...)`` when it is over, however it ended. Both may be repeated without effect.
-   ``room(request, view, now=...)`` says where it may go instead when it has failed and is sent again.
 3. ``release(view, now=...)`` after every first token, every finish, every change of the fleet, and once a second: the
    request at the head of the queue if it may go now, else None. Start it before asking for the next one. ``renew``
    tells what the caches hold by then of the one that waits longest.
@@ -283,16 +283,6 @@ class Admission:
             roomy = self._with_room(request, ranks, ratio=parameters.budget_ratio)
             elsewhere = roomy if at_home else self._without_starts(roomy)
         return Admit(Passage.ADMITTED if at_home else Passage.WARM, at_home | warm | elsewhere)
-
-    def room(
-        self, request: RouteRequest, view: FleetView, *, now: float, closed: frozenset[int] = _NONE
-    ) -> frozenset[int] | None:
-        """Where a request that was admitted may go when it failed elsewhere; None: no rank has room for it."""
-        if request.session is None or not self.guard.on:
-            return None
-        self.charges.age(now)
-        ranks = _serving(request, view, closed)
-        return self._with_room(request, ranks, ratio=self._parameters.warm_budget_ratio) or None
 
     def _room(self, request: RouteRequest, ranks: Sequence[RankView]) -> Admit | Barrier:
         """The head of the queue goes where there is room and nobody else is starting cold."""

@@ -47,6 +47,16 @@ def outcome_of(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
 
 
+def is_stream(head: AnswerHead) -> bool:
+    """The answer comes in events that can be read."""
+    return head.content_type.startswith(b"text/event-stream") and not head.encoded
+
+
+def is_good_stream(head: AnswerHead) -> bool:
+    """The same, and no error."""
+    return head.status < 400 and is_stream(head)
+
+
 def error_of(failure: Failure) -> RequestError:
     """What the client is told when no attempt brought an answer."""
     if failure.outcome is Outcome.NO_SOCKET:

@@ -36,6 +36,7 @@ class Arrivals:
         log: FilteringBoundLogger,
     ) -> None:
         self.forwarder = forwarder
+        forwarder.hold_again = self.hold_again
         self.settings = settings
         self.rules = rules
         self.log = log
@@ -58,11 +59,22 @@ class Arrivals:
         """Answer the request, now or later."""
         Arrival(self, exchange).begin()
 
+    def hold_again(
+        self,
+        exchange: Exchange,
+        prepared: Prepared,
+        outbound: Outbound,
+        excluded: frozenset[int],
+        go: Callable[[], None],
+    ) -> bool:
+        """Whether a request that failed must wait for room on another rank; ``go`` is called when there is."""
+        return Arrival(self, exchange).wait_again(prepared, outbound, excluded, go)
+
 
 class Arrival:
     """One request that has not been sent yet."""
 
-    __slots__ = ("_arrivals", "_exchange", "_held", "_leave", "_outbound", "_timer")
+    __slots__ = ("_arrivals", "_exchange", "_held", "_leave", "_outbound", "_send_on", "_timer")
 
     def __init__(self, arrivals: Arrivals, exchange: Exchange) -> None:
         self._arrivals = arrivals
@@ -72,6 +84,8 @@ class Arrival:
         self._leave: Callable[[], object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._held: Prepared | None = None
+        #: What is done when there is room for it.
+        self._send_on: Callable[[], None] = self._send
 
     def begin(self) -> None:
         """Take it on."""
@@ -154,9 +168,24 @@ class Arrival:
         if prepared.model != outbound.inference.model:  # an alias
             outbound.inference = openai.with_model(outbound.inference, prepared.model)
         self._held = prepared
-        held = self._arrivals.forwarder.brain.hold(prepared, self._released)
+        if not self._wait(prepared, outbound, frozenset()):
+            self._send()
+
+    def wait_again(
+        self, prepared: Prepared, outbound: Outbound, excluded: frozenset[int], go: Callable[[], None]
+    ) -> bool:
+        """Wait for room once more, if need be, and then have the request tried again."""
+        self._send_on = go
+        if not self._wait(prepared, outbound, excluded):
+            return False
+        self._exchange.attach(self)
+        return True
+
+    def _wait(self, prepared: Prepared, outbound: Outbound, excluded: frozenset[int]) -> bool:
+        """Whether it must wait for room."""
+        held = self._arrivals.forwarder.brain.hold(prepared, self._released, exclude=excluded)
         if held is None:
-            return self._send()
+            return False
         settings, exchange, gate = self._arrivals.settings, self._exchange, self._arrivals.gate
         if (held.position() or 0) > settings.max_held:
             seconds = held.leave(HoldEnd.REFUSED)
@@ -168,7 +197,7 @@ class Arrival:
         if gate is not None:  # what waits for room is nobody's work
             exchange.on_finish = None
             gate.leave()
-        return None
+        return True
 
     def _held_too_long(self, held: Held) -> None:
         self._leave = None
@@ -180,7 +209,8 @@ class Arrival:
         if (gate := self._arrivals.gate) is not None:
             gate.come_back()
             self._exchange.on_finish = gate.leave
-        self._guarded(self._send)
+        self._stop()
+        self._guarded(self._send_on)
 
     def _send(self) -> None:
         prepared, forwarder = self._held, self._arrivals.forwarder

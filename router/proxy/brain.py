@@ -192,10 +192,13 @@ class RouterBrain(Models):
             most_tokens = left_tokens if most_tokens is None else min(most_tokens, left_tokens)
         return self._lengths.expected(model, most_tokens=most_tokens)
 
-    def hold(self, prepared: PreparedRequest, go: Callable[[], None]) -> HeldRequest | None:
+    def hold(
+        self, prepared: PreparedRequest, go: Callable[[], None], *, exclude: frozenset[int] = frozenset()
+    ) -> HeldRequest | None:
         """Whether the request must wait for room in the caches; ``go`` is called when there is.
 
-        A prompt longer than any context is not waited for: its engine refuses it.
+        ``exclude`` are slots where it failed: it waits for room elsewhere. A prompt longer than any context is not
+        waited for: its engine refuses it.
         """
         if self._holding is None or self.makes_pairs:  # whose caches it does not know how to fill
             return None
@@ -208,8 +211,9 @@ class RouterBrain(Models):
             go()
 
         def route() -> RouteRequest:
-            return self._route(prepared, exclude=frozenset(), now=self._fleet.clock())
+            return self._route(prepared, exclude=exclude, now=self._fleet.clock())
 
+        prepared.allowed = None
         answer = self._holding.offer(route, gone)
         if isinstance(answer, HeldRequest):
             return answer
@@ -222,9 +226,6 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
-        if exclude and self._holding is not None and prepared.allowed is not None:
-            prepared.allowed = self._holding.room(request)
-            request = msgspec.structs.replace(request, allowed=prepared.allowed)
         leaving = self._departures.leaving(request, fleet.view)
         decision = self._decide(leaving, now=now) if leaving is not None else None
         if decision is None:

@@ -14,7 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from router.core.retry import RetryBudget
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
-from router.proxy.answers import REFUSALS, Refusal, error_of, outcome_of
+from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is_stream, outcome_of
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
 from router.proxy.outbound import Outbound, Writer
@@ -45,6 +45,10 @@ class Forwarder:
         self.writer = Writer()
         #: No two routers may name the same room, so these draws are not seeded.
         self.rooms = random.SystemRandom()
+        #: Whether a request that failed where it had room must wait for room elsewhere; then it is told.
+        self.hold_again: Callable[[Exchange, Prepared, Outbound, frozenset[int], Callable[[], None]], bool] = (
+            lambda *_: False
+        )
         self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
 
 
@@ -92,21 +96,30 @@ class Forwarding:
         self._failures = 0
 
     def begin(self) -> None:
-        """Send it."""
+        """Send it; later: try again, now that another rank has room for it."""
         self._exchange.attach(self)
-        self._forwarder.retries.earn()
         try:
-            self._next()
+            if self._number:
+                self._try()
+            else:
+                self._forwarder.retries.earn()
+                self._next()
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
     # --- an attempt -----------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Try the best rank that has not failed, or give up."""
-        forwarder, exchange = self._forwarder, self._exchange
+        """Try the best rank that has not failed, as soon as it has room, or give up."""
+        forwarder = self._forwarder
         if self._failures == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
             return self._give_up()
+        held = (self._exchange, self._prepared, self._outbound, self._excluded)
+        if not self._number or not forwarder.hold_again(*held, self.begin):
+            self._try()
+        return None
+
+    def _try(self) -> None:
         try:
             attempt = self._choose()
         except NoWorker:
@@ -115,8 +128,8 @@ class Forwarding:
             return self._give_up()
         self._number += 1
         self._attempt = attempt
-        if exchange.trace is not None:
-            exchange.trace.decided(attempt.decision, model=self._prepared.model, attempt=self._number)
+        if self._exchange.trace is not None:
+            self._exchange.trace.decided(attempt.decision, model=self._prepared.model, attempt=self._number)
         return self._dispatch(attempt)
 
     def _choose(self) -> Attempt:
@@ -210,7 +223,7 @@ class Forwarding:
         """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
         try:
             self._exchange.stop_comments()
-            if outcome_of(head.status) in REFUSALS or (self._exchange.is_held_open and not _is_good_stream(head)):
+            if outcome_of(head.status) in REFUSALS or (self._exchange.is_held_open and not is_good_stream(head)):
                 self._refusal = Refusal(head, self._decision_lines())
                 self.on_body = self._collect
             else:
@@ -273,15 +286,14 @@ class Forwarding:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
-        is_stream = _is_stream(head)
-        relay = Relay(client, exchange.endpoint, is_stream=is_stream)
-        self._is_open_ended = is_stream and (exchange.is_held_open or not head.has_length)
+        relay = Relay(client, exchange.endpoint, is_stream=is_stream(head))
+        self._is_open_ended = relay.is_stream and (exchange.is_held_open or not head.has_length)
         exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
         if head.status < 400:
             attempt.lease.first_byte()
-            if is_stream:
+            if relay.is_stream:
                 seconds = relay.began_seconds - exchange.started_seconds
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
         if not client.begun:
@@ -386,11 +398,3 @@ class Forwarding:
             outcome=outcome.value,
             cause=cause,
         )
-
-
-def _is_stream(head: AnswerHead) -> bool:
-    return head.content_type.startswith(b"text/event-stream") and not head.encoded
-
-
-def _is_good_stream(head: AnswerHead) -> bool:
-    return head.status < 400 and _is_stream(head)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from router.core.admission import Admission, Hold, Released, Visit
 from router.core.returns import Conversation
 from router.core.turnover import Turnover
@@ -86,12 +84,6 @@ class Holding:
         held = self._held[answer.ticket] = HeldRequest(self, answer.ticket, go, route, since=now)
         self._look_again()
         return held
-
-    def room(self, request: RouteRequest) -> frozenset[int] | None:
-        """Where a request that failed may go instead; None: nowhere is room for it."""
-        now = self._fleet.clock()
-        request = msgspec.structs.replace(request, allowed=None)
-        return self._admission.room(request, self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
 
     # --- other replicas -----------------------------------------------------------------------------
 

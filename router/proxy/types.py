@@ -129,8 +129,8 @@ class Brain(Protocol):
     ) -> Prepared:
         """Recognise the session and key the prompt. ``headers`` has lower-case names. Raises ``RequestError``."""
 
-    def hold(self, prepared: Prepared, go: Callable[[], None]) -> Held | None:
-        """Whether the request must wait; None: it may be sent. ``go`` is called when it may."""
+    def hold(self, prepared: Prepared, go: Callable[[], None], *, exclude: frozenset[int] = frozenset()) -> Held | None:
+        """Whether the request must wait; None: it may be sent, not to ``exclude``. ``go`` is called when it may."""
 
     def choose(self, prepared: Prepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide and open a lease. ``exclude`` holds slots that failed this request. Raises ``NoWorker``."""

@@ -89,7 +89,7 @@ class FakeBrain:
             raise NotFound(f"The model '{request.model}' does not exist.", code="model_not_found", param="model")
         return FakePrepared("m")
 
-    def hold(self, prepared: FakePrepared, go: Callable[[], None]) -> None:
+    def hold(self, prepared: FakePrepared, go: Callable[[], None], *, exclude: frozenset[int] = frozenset()) -> None:
         """Nothing is held."""
 
     def choose(self, prepared: FakePrepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:

@@ -72,6 +72,27 @@ async def test_held_for_too_long() -> None:
         assert world.count("homing_admission_hold_seconds_sum", end="late") > 1.0
 
 
+async def test_what_failed_waits_for_room_again() -> None:
+    """The rank that had room answers 500 and the other is full: the request is sent to neither until a third comes."""
+    async with (
+        _full(max_inflight=1) as (world, worker),
+        FaultWorker([(answer(500, b"{}"),)]) as failing,
+        FaultWorker() as other,
+    ):
+        world.add_rank(failing.port)
+        client = await _held(world, 1)
+        assert len(failing.requests) == 1
+        assert (await world.ask(0, **BIG)).status == 200
+        assert len(worker.requests) == 2
+        world.add_rank(other.port)
+        async with asyncio.timeout(3):
+            answer_ = await client.answer()
+        assert (answer_.status, answer_.headers["x-homing-attempts"]) == (200, "2")
+        assert (len(worker.requests), len(failing.requests), len(other.requests)) == (2, 1, 1)
+        await client.close()
+        assert (await world.ask(1, **BIG)).status == 200
+
+
 async def test_no_more_wait_than_may() -> None:
     """With room for one in the queue the next one is refused at once, and the first goes on waiting."""
     async with _full(max_held=1) as (world, worker):
@@ -91,7 +112,7 @@ async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
     """One place: two are held, and the admitted conversation is served all the same; when there is room they take a
     place each, so that the next one waits for its turn.
     """
-    async with _full(OK, (0.3, *OK), max_inflight=1) as (world, worker), FaultWorker([(0.3, *OK)]) as other:
+    async with _full(max_inflight=1) as (world, worker), FaultWorker([(1.0, *OK)]) as other:
         held = [await _held(world, session) for session in (1, 2)]
         assert (await world.ask(0, **BIG)).status == 200
         assert len(worker.requests) == 2
@@ -99,7 +120,6 @@ async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
         await until(lambda: len(other.requests) == 1)
         late = asyncio.create_task(world.ask(0, **BIG))
         await until(lambda: world.count("homing_queued_requests") == 1)
-        assert len(worker.requests) == 2
         assert (await held[0].answer()).status == 200
         assert (await late).status == 200
         for client in held:
@@ -149,12 +169,12 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
     """What would have been a status is an error event once comments have been sent."""
     refusals: tuple[tuple[Script, str], ...] = (
         ((answer(400, b"{}"),), "upstream_failed"),
-        ((answer(500, b"{}"),), "upstream_failed"),
+        ((answer(500, b"{}"),), "held_too_long"),  # the only other rank has no room for it
         (OK, "upstream_failed"),
     )
     for script, code in refusals:
         async with (
-            _full(script, comment_seconds=0.02, hold_seconds=5) as (world, _),
+            _full(script, comment_seconds=0.02, hold_seconds=1) as (world, _),
             FaultWorker([script]) as other,
         ):
             client = await _held(world, 1, stream=True)

@@ -471,7 +471,7 @@ def test_charges_end_where_the_pool_is_unknown() -> None:
 
 
 def test_no_room_is_seen_on_a_rank_that_keeps_failing() -> None:
-    """Rank 0 is full, rank 1 fails: held. Where all fail, they are as good as any. A retry goes where it fits."""
+    """Rank 0 is full, rank 1 fails: held. Where all fail, they are as good as any. What failed goes where it fits."""
     desk = Desk(fleet(3), AlwaysHold())
     desk.turn(ask("a", 800))
     view = replace(desk.view, ranks=desk.view.ranks[:2])
@@ -483,8 +483,7 @@ def test_no_room_is_seen_on_a_rank_that_keeps_failing() -> None:
         1, Admit(Passage.ROOM, frozenset({1}))
     )
     failed = msgspec.structs.replace(ask("b", 400), exclude=frozenset({1}))
-    assert admission.room(failed, desk.view, now=0.0) == frozenset({2})
-    assert admission.room(failed, desk.view, now=0.0, closed=frozenset({2})) is None
+    assert desk.offer(failed) == Admit(Passage.ROOM, frozenset({2}))
 
 
 def test_what_other_routers_have_admitted_takes_room() -> None:
