@@ -24,8 +24,8 @@ def shared_blocks(path: Sequence[Step], *, block_tokens: int) -> int:
     for start, run, shared in reversed(path):
         for at in sorted({shared, *run.branches}, reverse=True):
             if at <= shared:
-                others = [*_others(run, at, goes_on=at < shared, ahead=ahead if at == shared else None)]
-                if len(others) > 1 or any(blocks > most for blocks in others):
+                ways = _others(run, at, goes_on=at < shared, ahead=ahead if at == shared else None)
+                if any(number or blocks > most for number, blocks in enumerate(ways)):
                     return start + at
         ahead = run
     return 0

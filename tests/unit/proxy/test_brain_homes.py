@@ -83,6 +83,20 @@ async def test_a_shared_head_is_nobodys_history(is_known_here: bool) -> None:
     assert turn.decision.slot != slot
 
 
+async def test_a_head_is_taken_for_a_history_once_at_most() -> None:
+    """After a restart one rank holds a head, and what went on from it is forgotten: no block says that it is shared.
+    Who asks first is taken to be at home there; of the others, who ask at once, most go elsewhere.
+    """
+    world = World(ranks=8)
+    head = prompt_of(10_000)
+    world.publish(0, head)
+    asked = [await world.ask(head + prompt_of(208, start=10**6 + 1000 * n), f"s{n}") for n in range(64)]
+
+    assert [attempt.decision.reason for attempt in asked].count(Reason.HOME) == 1
+    assert {attempt.decision.slot for attempt in asked} == set(world.slots)
+    assert sum(attempt.decision.slot == 0 for attempt in asked) <= 32
+
+
 async def test_a_draining_rank_hands_its_sessions_over_one_turn_at_a_time() -> None:
     """Of three sessions each leaves with a turn, but for those that ask while one is on its way elsewhere."""
     world = World(ranks=3)
