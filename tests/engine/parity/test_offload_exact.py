@@ -186,7 +186,7 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path, tails: WindowTails
         )
         try:
             # To rebuild is of use only behind what several layers of windows reach back to.
-            talk = Conversations(decoder, rank, answers, tokens=56 if tails is WindowTails.STORED else 100)
+            talk = Conversations(decoder, rank, answers, tokens=60 if tails is WindowTails.STORED else 100)
             # First each conversation once, which fills the pools, so that most of what follows has to come back.
             opening = [step for n in range(6) for step in (("ask", n, 9, 3), ("finish", 0, 0, 1), ("settle", 0, 0, 1))]
             for action in [*opening, *actions, ("finish", 0, 0, 1)]:
