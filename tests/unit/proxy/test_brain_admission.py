@@ -95,6 +95,21 @@ async def test_what_ends_lets_the_next_one_go_at_once() -> None:
     assert went
 
 
+async def test_who_waits_goes_by_what_is_cached_by_then() -> None:
+    """Held for a second, its prompt has come into the full rank's cache meanwhile: it is warm, and fits."""
+    world = world_of(1)
+    assert await ask(world, "full", 60_000, start=100, end=None) is not None
+    prompt = prompt_of(40_000, start=200_000)
+    held, went = hold(world.brain, await world.prepare(prompt, {"x-session-id": "s"}))
+    assert held is not None
+    world.publish(0, prompt[:39_000])
+    world.now += 1.0
+    other, _ = hold(world.brain, await world.prepare(prompt_of(40_000, start=300_000), {"x-session-id": "t"}))
+    assert other is not None
+    other.leave()
+    assert went
+
+
 @pytest.mark.parametrize("end", [o for o in Outcome if o not in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE)])
 async def test_what_fails_is_charged_no_more(end: Outcome) -> None:
     """Nothing of it is in the rank's cache."""
