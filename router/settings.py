@@ -156,8 +156,8 @@ class AdminSettings(_Slice):
     port: Annotated[int, Field(ge=0, le=65535)] = 8001
     names: tuple[str, ...] = Field(
         (),
-        description="Names beside localhost that it may be asked by while it listens on this machine alone and asks for "
-        "no key; any other is taken for a page that would reach it through somebody's browser.",
+        description="Names beside localhost that it may be asked by while it listens on this machine alone and asks "
+        "for no key; any other is taken for a page that would reach it through somebody's browser.",
     )
     tls_certificate: Path | None = Field(None, description="As server.tls_certificate.")
     tls_key: Path | None = None
