@@ -24,7 +24,7 @@ class Departures:
         left = {
             rank.slot
             for rank in view.ranks
-            if rank.slot in homes and rank.status is RankStatus.DRAINING and self._may_leave(rank.slot)
+            if rank.status is RankStatus.DRAINING and rank.slot in homes and self._may_leave(rank.slot)
         }
         if not left:
             return None

@@ -106,7 +106,7 @@ def identify(
             break
     if not named:
         vendors = (name for name in headers if _VENDOR_SESSION.match(name) and not is_credential(name))
-        named = next((value for name in vendors if (value := headers[name])), late)
+        named = next((headers[name] for name in vendors if headers[name]), late)
     if named:
         return SessionKey(tenant, _clean(named), agent)
     if (session := _from_body(fields)) is not None:
