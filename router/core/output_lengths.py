@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Final
 
 #: Nine of ten answers are no longer than what is expected.
@@ -14,32 +15,55 @@ _STEPS_AN_OCTAVE: Final = 4
 #: What is taken for granted before answers have been seen: so many of such a length.
 _PRIOR_ANSWERS: Final = 5.0
 _PRIOR_TOKENS: Final = 512
-_DECAY: Final = 0.5 ** (1 / _HALVE)
+#: So many answers at once are taken into account, at first each: it is the path of every request.
+_BATCH: Final = 16
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """Of one model's answers: how many by step, those not counted yet, and what is expected of the next."""
+
+    seen: dict[int, float] = field(default_factory=lambda: {_step(_PRIOR_TOKENS): _PRIOR_ANSWERS})
+    news: list[int] = field(default_factory=list)
+    counted: int = 0
+    expected_tokens: int = _PRIOR_TOKENS
+
+    def count(self) -> None:
+        """Take the news into account."""
+        fade = 0.5 ** (len(self.news) / _HALVE)
+        self.counted += len(self.news)
+        for step in self.seen:
+            self.seen[step] *= fade
+        for step in map(_step, self.news):
+            self.seen[step] = self.seen.get(step, 0.0) + 1.0
+        self.news.clear()
+        beyond = (1.0 - _QUANTILE) * sum(self.seen.values())
+        for step in sorted(self.seen, reverse=True):
+            beyond -= self.seen[step]
+            if beyond < 0.0:
+                self.expected_tokens = math.ceil(2.0 ** (step / _STEPS_AN_OCTAVE))
+                return
 
 
 class OutputLengths:
     """Learns the lengths of each model's answers; ``model`` is one that the router knows."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[int, float]] = {}
+        self._models: dict[str, _Lengths] = {}
 
     def observe(self, model: str, tokens: int) -> None:
         """An answer of so many tokens has ended by itself."""
-        seen = self._seen.setdefault(model, {_step(_PRIOR_TOKENS): _PRIOR_ANSWERS})
-        for step in seen:
-            seen[step] *= _DECAY
-        seen[_step(tokens)] = seen.get(_step(tokens), 0.0) + 1.0
+        lengths = self._models.get(model)
+        if lengths is None:
+            lengths = self._models[model] = _Lengths()
+        lengths.news.append(tokens)
+        if len(lengths.news) >= min(_BATCH, lengths.counted):
+            lengths.count()
 
     def expected(self, model: str, *, most_tokens: int | None) -> int:
         """Tokens of the next answer that are seldom exceeded, within the client's ceiling."""
-        seen = self._seen.get(model, {_step(_PRIOR_TOKENS): _PRIOR_ANSWERS})
-        beyond = (1.0 - _QUANTILE) * sum(seen.values())
-        tokens = 1
-        for step in sorted(seen, reverse=True):
-            tokens = math.ceil(2.0 ** (step / _STEPS_AN_OCTAVE))
-            beyond -= seen[step]
-            if beyond < 0.0:
-                break
+        lengths = self._models.get(model)
+        tokens = _PRIOR_TOKENS if lengths is None else lengths.expected_tokens
         return tokens if most_tokens is None else min(tokens, most_tokens)
 
 
