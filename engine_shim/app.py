@@ -260,8 +260,6 @@ def _check_tails(settings: ShimSettings, layout: CacheLayout) -> None:
         return
     if layout.state is not None:
         raise StartError("window_tails: a recurrent state cannot be rebuilt, so windows beside one have to be stored")
-    if settings.attention is AttentionKind.TRITON:
-        raise StartError("window_tails: Triton's kernels rebuild no windows; use --attention torch")
     if settings.window_tails is WindowTails.RING and settings.role is not Role.UNIFIED:
         raise StartError("window_tails: what is in a ring is not handed over; use stored or rebuilt, or no role")
 

@@ -76,7 +76,6 @@ def test_bad_environment_names_the_variable(
         ({"max_context_tokens": 99_999_999}, "max_context_tokens: 99999999 exceeds the model's 131072"),
         ({"window_pool_tokens": 16}, "window_pool_tokens: "),
         ({"window_tails": "ring", "role": "prefill"}, "window_tails: what is in a ring is not handed over"),
-        ({"window_tails": "rebuilt", "attention": "triton"}, "window_tails: Triton's kernels rebuild no windows"),
         ({"speculative": "ngram:4"}, "speculative: a timing model"),
         ({"speculative": "draft:2", "runner": "torch"}, "speculative: the model has no draft head"),
     ],
