@@ -14,8 +14,8 @@ from setuptools import setup
 #: annotations of, and ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
-        "breaker cost draining fair_queue forecast index keys load namespaces pace pd policy provisional rank_state "
-        "recency retry ring seen session tables types usable"
+        "breaker cost draining fair_queue forecast index keys load namespaces pace pd policy provisional radix_pool "
+        "rank_state recency retry ring seen session tables types usable"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (

@@ -185,10 +185,14 @@ class _Replay:
                 )
             )
 
-    def first_token(self, number: int) -> None:
-        """Its answer begins."""
-        if number in self._leases:
-            self._leases[number].first_byte()
+    def first_token(self, number: int, request: Sent) -> None:
+        """Its answer begins. When the other tokens came no capture tells: they are taken to have come evenly."""
+        if number not in self._leases:
+            return
+        began, tokens = self.now, len(request.output)
+        seconds = 0.0 if request.first_token_at is None else request.finished_at - request.first_token_at
+        pace = tokens / max(seconds, _MOMENT)
+        self._leases[number].first_byte(lambda: min(tokens, 1 + int((self.now - began) * pace)))
 
     def finish(self, number: int, request: Sent) -> None:
         """Its answer has ended."""
@@ -210,7 +214,7 @@ def _in_order(replay: _Replay, capture: Capture) -> Sequence[tuple[float, Callab
         first = request.first_token_at if request.first_token_at is not None else request.finished_at
         happenings.append((request.at, 4, partial(replay.send, number, request)))
         if not request.is_failed:
-            happenings.append((max(request.at + _MOMENT, first), 2, partial(replay.first_token, number)))
+            happenings.append((max(request.at + _MOMENT, first), 2, partial(replay.first_token, number, request)))
         happenings.append((max(request.at + _MOMENT, request.finished_at), 3, partial(replay.finish, number, request)))
     start = min((at for at, _, _ in happenings), default=0.0)
     return [(at - start, happen) for at, _, happen in sorted(happenings, key=lambda item: item[:2])]

@@ -6,7 +6,7 @@ are gone through in the order in which they were sent: each keeps what it finds,
 
 - vLLM takes free blocks one by one, those used longest ago first, of one request its tail first
   (``FreeKVCacheBlockQueue``). A request finds what one scheduled before it is about to compute.
-- SGLang gives up whole nodes of its tree, leaves first (``RadixCache.evict``). What is being computed is not found.
+- SGLang gives up whole nodes of its tree, leaves first: ``core/radix_pool``. What is being computed is not found.
 
 While there is room for all, nothing of this is done. The size of the pool is the worker's word; of a vLLM that says
 none, it is the most that was held when a block had to go.
@@ -53,7 +53,7 @@ class Pool:
         self.pending: dict[Allocation, None] = {}
         self._pending_blocks = 0
         self._awaited: dict[int, list[Allocation]] = {}
-        self._forecast: _Forecast | None = None  # holds until something changes
+        self._forecast: Forecast | None = None  # holds until something changes
 
     @property
     def blocks(self) -> int | None:
@@ -158,17 +158,16 @@ class Pool:
         if room >= self._pending_blocks:
             return depth
         if self._forecast is None:
-            self._forecast = _Forecast(self._order, self.pending, room=room, is_radix=self._is_radix)
+            self._forecast = Forecast(self._order, self.pending, room=room)
         return self._forecast.kept(keys, depth)
 
 
-class _Forecast:
+class Forecast:
     """A pool once all pending requests have their blocks: ``left[stretch]`` of it stay, ``floor[stretch]`` in use."""
 
-    def __init__(self, order: Recency, pending: Iterable[Allocation], *, room: int, is_radix: bool) -> None:
+    def __init__(self, order: Recency, pending: Iterable[Allocation], *, room: int) -> None:
         self._order = order
         self._room = room
-        self._is_radix = is_radix
         self._left: dict[Stretch, int] = {}
         self._floor: dict[Stretch, int] = {}
         self._coming: dict[int, Stretch] = {}  # what will have been stored, by first block
@@ -204,7 +203,7 @@ class _Forecast:
             self._left[stretch] = max(self._left_of(stretch), count)
             self._hold(stretch, count, allocation)
             known += count
-        if known < len(allocation.keys) and not (self._is_radix and allocation.is_running):
+        if known < len(allocation.keys):
             stretch = Stretch(allocation.keys[known:], pins=allocation.is_running)
             self._coming[stretch.keys[0]] = stretch
             if not allocation.is_running:
@@ -234,8 +233,7 @@ class _Forecast:
                 return
             left = self._left_of(stretch)
             goes = max(0, left - (len(stretch.keys) if stretch.pins else self._floor.get(stretch, 0)))
-            if not self._is_radix:
-                goes = min(goes, -self._room)
+            goes = min(goes, -self._room)
             self._left[stretch] = left - goes
             self._room += goes
             self._victim = stretch if self._room >= 0 else None

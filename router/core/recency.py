@@ -39,8 +39,9 @@ class Stretch:
 class Recency:
     """All stretches of one rank, the one to go first first.
 
-    With ``is_merged``, what is stored right behind the stretch used last becomes part of it: an answer that grows block
-    by block stays one stretch.
+    With ``is_merged``, as in vLLM's queue, what is stored right behind the stretch used last becomes part of it: an
+    answer that grows block by block stays one stretch; and where a use ends inside a stretch, the rest keeps its place.
+    In SGLang's tree such a rest counts as used, too (``UnifiedTreeCore._split_node``).
     """
 
     def __init__(self, *, is_merged: bool) -> None:
@@ -93,7 +94,11 @@ class Recency:
         """
         path = self.path(keys)
         for stretch, count in reversed(path):
-            used = stretch if count == len(stretch.keys) else self._cut(stretch, count)
+            used = stretch
+            if count < len(stretch.keys):
+                used = self._cut(stretch, count)
+                if not self._is_merged:
+                    self._order.move_to_end(stretch)
             used.pins = max(0, used.pins + pins)
             self._order.move_to_end(used)
         known = sum(count for _, count in path)
@@ -130,7 +135,7 @@ class Recency:
         self._gone.clear()
 
     def _cut(self, stretch: Stretch, count: int) -> Stretch:
-        """Make the first blocks a stretch of their own and return it; the rest keeps its place in the order."""
+        """Make the first blocks a stretch of their own and return it."""
         head = Stretch(stretch.keys[:count], stretch.pins)
         del stretch.keys[:count]
         self._by_first[stretch.keys[0]] = stretch

@@ -18,6 +18,7 @@ from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
 from router.core.pace import PaceLearner, PacePeers, prior
+from router.core.radix_pool import RadixPool
 from router.core.returns import Conversation
 from router.core.seen import TextIndex
 from router.core.session import SessionTable
@@ -287,7 +288,8 @@ class Fleet:
         blocks = member.pool_tokens // block_tokens if member.pool_tokens else None
         if blocks and member.target.engine is Engine.VLLM:
             blocks -= 1  # one stands for no block at all
-        pool = Pool(blocks, is_radix=member.target.engine is Engine.SGLANG)
+        is_radix = member.target.engine is Engine.SGLANG
+        pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks)
         member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
         self._measure(member)
 

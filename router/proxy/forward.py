@@ -292,7 +292,7 @@ class Forwarding:
         if exchange.trace is not None:
             exchange.trace.first_byte()
         if head.status < 400:
-            attempt.lease.first_byte()
+            attempt.lease.first_byte(relay.generated_tokens)
             if relay.is_stream:
                 seconds = relay.began_seconds - exchange.started_seconds
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)

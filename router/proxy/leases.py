@@ -94,12 +94,14 @@ class Leases:
             lease.promises.append(promise)
         return lease
 
-    def first_byte(self, lease: Lease) -> None:
+    def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         if lease.noted is not None and not lease.member.is_prefill:
             lease.noted.first_token_seconds = self.clock() - lease.noted.started
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
         self._promises.begun(lease.allocation)
+        if generated is not None:
+            self._promises.grows(lease.allocation, lease.prepared, generated)
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=self.clock())
@@ -222,9 +224,9 @@ class Lease:
         self.allocation: Allocation | None = None
         self.is_loading = False
 
-    def first_byte(self) -> None:
+    def first_byte(self, generated: Callable[[], int] | None = None) -> None:
         """Prefill is over."""
-        self._leases.first_byte(self)
+        self._leases.first_byte(self, generated)
 
     def handed(self) -> None:
         """Its part begins now: the other rank's is done."""

@@ -14,6 +14,7 @@ from router.core.forecast import Allocation
 from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
+from router.core.radix_pool import RadixPool
 from router.core.types import Engine, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -135,6 +136,12 @@ class Promises:
         """The first token has come."""
         if allocation is not None:
             allocation.pool.begun(allocation)
+
+    @staticmethod
+    def grows(allocation: Allocation | None, prepared: PreparedRequest, generated: Callable[[], int]) -> None:
+        """Its answer has so many tokens by now, which takes room; only SGLang does not tell of it as it goes."""
+        if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
+            allocation.pool.grows(allocation, prompt_tokens=prepared.prompt_tokens, generated=generated)
 
     def leave(
         self,

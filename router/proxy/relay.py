@@ -50,6 +50,10 @@ class Relay:
         """What the worker reported, as far as it has come."""
         return self._tap.usage
 
+    def generated_tokens(self) -> int:
+        """Of a streamed answer, as far as it has come: engines send about one an event."""
+        return self._tap.events
+
     def seconds_between_events(self) -> float | None:
         """On average until now, which is the end; None for fewer than two events."""
         gaps = self._tap.events - 1

@@ -62,8 +62,10 @@ _VERDICTS: Final = {
 class Lease(Protocol):
     """One attempt's claim on a rank: its load and its provisional blocks. ``close`` must be called once."""
 
-    def first_byte(self) -> None:
-        """The first byte of the answer's body has arrived: prefill is over."""
+    def first_byte(self, generated: Callable[[], int] | None = None) -> None:
+        """The first byte of the answer's body has arrived: prefill is over. ``generated`` counts the answer's tokens as
+        they come.
+        """
 
     def handed(self) -> None:
         """The decode half of a pair begins: the prompt has been computed elsewhere."""

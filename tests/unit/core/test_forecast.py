@@ -35,28 +35,6 @@ def test_vllm_gives_up_block_by_block_what_was_used_longest_ago_tails_first() ->
     assert kept(pool, "xyz", copies=6) == 3
 
 
-def test_sglang_gives_up_whole_nodes() -> None:
-    """The same, but what was stored together goes together: for two pages three."""
-    pool = Pool(8, is_radix=True)
-    serve(pool, "abc")
-    serve(pool, "xyz")
-    pool.sent(keys("uvw"), blocks=4)
-
-    assert kept(pool, "abc", copies=6) == 0
-    assert kept(pool, "xyz", copies=6) == 3
-
-
-def test_sglang_cuts_a_node_where_a_prompt_leaves_it() -> None:
-    """After a use of its first page alone the node's two other pages are older than that."""
-    pool = Pool(8, is_radix=True)
-    serve(pool, "abc")
-    serve(pool, "xyz")
-    serve(pool, "a", start=1)
-    pool.sent(keys("uvw"), blocks=4)
-
-    assert kept(pool, "abc", copies=6) == 1
-
-
 def test_what_a_waiting_request_will_find_is_kept_for_it() -> None:
     """The oldest chain is its own: the next oldest goes instead."""
     pool = Pool(8)

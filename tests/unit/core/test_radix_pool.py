@@ -1,0 +1,151 @@
+"""What a full radix cache will have given up, case by case, by the rules of SGLang 0.5.23.
+
+Pages are single letters; a chain is a word, and a page's key stands for the word up to it.
+"""
+
+from __future__ import annotations
+
+from router.core.forecast import Allocation
+from router.core.radix_pool import RadixPool
+
+
+def keys(word: str) -> list[int]:
+    return [int.from_bytes(word[: end + 1].encode(), "big") for end in range(len(word))]
+
+
+def serve(pool: RadixPool, word: str, *, start: int = 0) -> None:
+    """A request for ``word`` comes, stores its pages from ``start`` on, and ends; all of it is heard."""
+    allocation = pool.sent(keys(word), blocks=len(word) + 1)
+    pool.begun(allocation)
+    pool.stored(keys(word)[start - 1] if start else None, keys(word)[start:])
+    pool.ended(allocation, keys(word))
+
+
+def running(pool: RadixPool, word: str, *, start: int = 0) -> Allocation:
+    """A request that generates, whose prompt has been heard of."""
+    allocation = pool.sent(keys(word), blocks=len(word) + 1)
+    pool.begun(allocation)
+    pool.stored(keys(word)[start - 1] if start else None, keys(word)[start:])
+    return allocation
+
+
+def pool_of(blocks: int, *words: str, page_tokens: int = 16) -> RadixPool:
+    pool = RadixPool(blocks, page_tokens=page_tokens)
+    for word in words:
+        serve(pool, word)
+    return pool
+
+
+def kept(pool: RadixPool, word: str, *, copies: int) -> int:
+    return pool.kept(keys(word), len(word), copies=copies)
+
+
+def test_whole_nodes_are_given_up() -> None:
+    """Of nine pages six are cached and three free. A prompt of two takes three, with the page that it begins; but room
+    is made for a fourth, and what was stored together goes together.
+    """
+    pool = pool_of(9, "abc", "xyz")
+    pool.sent(keys("uv"), blocks=3)
+
+    assert kept(pool, "abc", copies=6) == 0
+    assert kept(pool, "xyz", copies=6) == 3
+
+
+def test_with_pages_of_one_token_room_is_made_exactly() -> None:
+    """The same prompt takes just what is free."""
+    pool = pool_of(9, "abc", "xyz", page_tokens=1)
+    pool.sent(keys("uv"), blocks=3)
+
+    assert kept(pool, "abc", copies=6) == 3
+
+
+def test_a_node_that_is_cut_counts_as_used_in_both_its_parts() -> None:
+    """A prompt that found its first page alone makes the node that it cut newer than another one."""
+    pool = pool_of(8, "abc", "xyz")
+    allocation = pool.sent(keys("a"), blocks=2)
+    pool.begun(allocation)
+    pool.ended(allocation, keys("a"))
+    pool.sent(keys("uv"), blocks=3)
+
+    assert kept(pool, "abc", copies=6) == 3
+    assert kept(pool, "xyz", copies=6) == 0
+
+
+def test_prompts_that_are_scheduled_together_take_nothing_from_one_another() -> None:
+    """While an answer is generated two prompts come at once: the second still finds what the first would push out."""
+    pool = pool_of(12, "abc", "xyz")
+    running(pool, "r")
+    pool.sent(keys("uvw"), blocks=4)
+    assert kept(pool, "abc", copies=7) == 3
+
+    pool.begun(pool.sent(keys("q"), blocks=2))  # something is heard, so time has passed
+    assert kept(pool, "abc", copies=7) == 0
+
+
+def test_a_batch_before_the_next_takes_what_all_its_prompts_need() -> None:
+    """Of fourteen pages five are free: either of two prompts would fit, both do not."""
+    pool = pool_of(14, "abc", "xyz")
+    running(pool, "r")
+    pool.sent(keys("uv"), blocks=3)
+    pool.begun(pool.sent(keys("r"), blocks=2))
+    assert kept(pool, "abc", copies=7) == 3
+
+    pool = pool_of(14, "abc", "xyz")
+    running(pool, "r")
+    pool.sent(keys("uv"), blocks=3)
+    pool.sent(keys("st"), blocks=3)
+    pool.begun(pool.sent(keys("r"), blocks=2))
+    assert kept(pool, "abc", copies=7) == 0
+
+
+def test_the_first_prompt_on_an_idle_rank_is_a_batch_by_itself() -> None:
+    """Those that come while it is computed wait for each other, not for nothing."""
+    pool = pool_of(9, "abc", "xyz")
+    pool.sent(keys("uv"), blocks=3)
+    assert kept(pool, "abc", copies=6) == 0
+
+    pool.sent(keys("mnopq"), blocks=6)
+    assert kept(pool, "xyz", copies=6) == 3
+
+
+def test_an_answer_takes_pages_as_it_grows_and_for_each_token_a_page_is_kept_free() -> None:
+    """Of twelve pages seven are cached. The answer that ended had three, and began one more; a prompt that comes then
+    finds one node less.
+    """
+    pool = pool_of(12, "abc", "xyz")
+    pool.ended(running(pool, "r"), keys("rstu"))
+
+    assert kept(pool, "abc", copies=7) == 3
+    assert pool.pending
+
+    pool = pool_of(11, "abc", "xyz")
+    pool.ended(running(pool, "r"), keys("rstu"))
+    assert kept(pool, "abc", copies=7) == 0
+    assert kept(pool, "xyz", copies=7) == 3
+    assert kept(pool, "rstu", copies=7) == 4
+
+
+def test_what_a_running_answer_has_by_now_is_not_free() -> None:
+    """Forty tokens behind a prompt of one page and eight tokens are three pages that no event has told of."""
+    pool = pool_of(14, "abc", "xyz")
+    allocation = running(pool, "r")
+    pool.grows(allocation, prompt_tokens=24, generated=lambda: 1)
+    pool.begun(pool.sent(keys("r"), blocks=2))
+    pool.sent(keys("uv"), blocks=3)
+    pool.begun(pool.sent(keys("r"), blocks=2))
+    assert kept(pool, "abc", copies=7) == 3
+
+    pool.grows(allocation, prompt_tokens=24, generated=lambda: 40)
+    assert kept(pool, "abc", copies=7) == 0
+
+
+def test_running_prompts_are_held_on_to_whole_though_told_of_after_their_first_token() -> None:
+    """Nothing can go: the only node is in use."""
+    pool = RadixPool(6, page_tokens=16)
+    allocation = pool.sent(keys("abcd"), blocks=5)
+    pool.begun(allocation)
+    pool.stored(None, keys("abcd"))
+    pool.sent(keys("uv"), blocks=3)
+    pool.begun(pool.sent(keys("a"), blocks=2))
+
+    assert kept(pool, "abcd", copies=4) == 4
