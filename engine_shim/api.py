@@ -23,9 +23,36 @@ _GREEDY_BELOW = 1e-5
 _MAX_LOGPROBS = 20
 _MAX_CHOICES = 128
 _MAX_BIAS = 100.0
+#: More than any token id has.
+_MAX_ID_DIGITS = 18
 _Neutral = Mapping[str, tuple[object, ...]]
 #: What the engine cannot do, and the values that do not ask for it; absent and null are fine everywhere.
-_NEVER: _Neutral = {"best_of": (1,), "echo": (False,), "prompt_logprobs": (False, 0)}
+_NEVER: _Neutral = {
+    "best_of": (1,),
+    "echo": (False,),
+    "prompt_logprobs": (False, 0),
+    "suffix": ("",),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "stop_regex": ("", []),
+    "json_schema": (),
+    "structural_tag": (),
+    "custom_logit_processor": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+}
 #: What needs logits, which a timing model has not.
 _WITH_LOGITS: _Neutral = {
     "logprobs": (False, 0),
@@ -125,6 +152,19 @@ class _Generation(HandoverFields, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     n: int | None = None
     best_of: object = None
+    bad_words: object = None
+    allowed_token_ids: object = None
+    truncate_prompt_tokens: object = None
+    include_stop_str_in_output: object = None
+    skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
+    use_beam_search: object = None
+    length_penalty: object = None
+    logits_processors: object = None
+    stop_regex: object = None
+    json_schema: object = None
+    structural_tag: object = None
+    custom_logit_processor: object = None
     logprobs: bool | int | None = None
     prompt_logprobs: object = None
     response_format: object = None
@@ -224,6 +264,12 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
+    functions: object = None
+    function_call: object = None
+    continue_final_message: object = None
+    documents: object = None
+    chat_template: object = None
+    mm_processor_kwargs: object = None
 
     @property
     def told_logprobs(self) -> int | None:
@@ -237,9 +283,11 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
 class CompletionRequest(_Generation, kw_only=True, frozen=True):
     """``POST /v1/completions``; the prompt is read by ``prompts``."""
 
-    prompt: object
+    prompt: object = None
     add_special_tokens: bool = True
     echo: bool | None = None
+    suffix: object = None
+    prompt_embeds: object = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -272,6 +320,8 @@ def decode(body: bytes, kind: type[_S]) -> _S:
         raise ApiError(message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"The body is not JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError("The body is nested too deeply.", code="invalid_json") from error
 
 
 def prompts(raw: object) -> list[str | list[int]]:
@@ -298,7 +348,8 @@ def _biases(raw: Mapping[str, float], *, vocab_tokens: int) -> tuple[tuple[int, 
     """Token ids, which JSON makes texts, with their biases. Raises ``ApiError``."""
     biases = []
     for key, bias in raw.items():
-        if not (key.isdecimal() and int(key) < vocab_tokens):
+        if not (key.isdecimal() and len(key) <= _MAX_ID_DIGITS and int(key) < vocab_tokens):
+            key = key if len(key) <= _MAX_ID_DIGITS else key[:_MAX_ID_DIGITS] + "..."
             raise ApiError(f"logit_bias: {key!r} is no token id in [0, {vocab_tokens})", param="logit_bias")
         biases.append((int(key), max(-_MAX_BIAS, min(_MAX_BIAS, bias))))
     return tuple(biases)

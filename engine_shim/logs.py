@@ -1,4 +1,7 @@
-"""Structured logs on stderr: one JSON object a line, or coloured text where a person reads a terminal."""
+"""Structured logs on stderr: one JSON object a line, or coloured text where a person reads a terminal.
+
+Tracebacks have no values of variables: those are clients' prompts and credentials.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ def configure_logging(level: str) -> None:
     ]
     is_terminal = sys.stderr.isatty()
     render: list[Processor] = (
-        [structlog.dev.ConsoleRenderer()]
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if is_terminal
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

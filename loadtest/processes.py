@@ -95,7 +95,7 @@ class HomingProcess(Process):
 
 def end_on_signals() -> None:
     """Let a process that is told to end leave its ``with`` blocks, and so end what it started."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell lets background jobs ignore the first
         signal.signal(number, signal.default_int_handler)
 
 

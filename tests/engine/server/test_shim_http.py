@@ -289,8 +289,25 @@ UNSUPPORTED = [
     ("guided_regex", [None], ["a+"]),
     ("structured_outputs", [None], [{"regex": "a+"}]),
     ("min_tokens", [None, 0], [3]),
+    ("suffix", [None, ""], ["b"]),
+    ("prompt_embeds", [None], ["AAAA"]),
+    ("bad_words", [None, []], [["a"]]),
+    ("allowed_token_ids", [None], [[5]]),
+    ("truncate_prompt_tokens", [None], [3]),
+    ("include_stop_str_in_output", [None, False], [True]),
+    ("skip_special_tokens", [None, True], [False]),
+    ("use_beam_search", [None, False], [True]),
+    ("stop_regex", [None], ["a+"]),
+    ("json_schema", [None], ["{}"]),
+    ("structural_tag", [None], [{"type": "structural_tag"}]),
+    ("functions", [None, []], [[{"name": "f"}]]),
+    ("function_call", [None, "none"], [{"name": "f"}]),
+    ("continue_final_message", [None, False], [True]),
     ("an_unknown_one", [None, 1, {"a": 2}], []),
 ]
+#: Parameters that one of the two APIs has; the other ignores them.
+ONLY_TEXT = {"echo", "suffix", "prompt_embeds"}
+ONLY_CHAT = {"functions", "function_call", "continue_final_message"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -301,8 +318,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     """A parameter that would change the answer is 400 with its name; at the value of no effect it is served."""
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "stream": stream}
     text = {"prompt": "a", "max_tokens": 1, "stream": stream}
-    paths = {"/v1/completions": text} | ({} if name == "echo" else {"/v1/chat/completions": chat})
-    for path, body in paths.items():
+    paths = [("/v1/completions", text, ONLY_CHAT), ("/v1/chat/completions", chat, ONLY_TEXT)]
+    for path, body in [(path, body) for path, body, others in paths if name not in others]:
         for value in neutral:
             assert client.post(path, json=body | {name: value}).status_code == 200, value
         for value in other:
@@ -333,8 +350,10 @@ def test_bad_messages(client: httpx.Client, messages: object) -> None:
 
 def test_errors_of_transport(client: httpx.Client) -> None:
     """Broken JSON is 400, an unknown path 404, a wrong method 405, a rank out of range 400, a large body 413."""
-    broken = client.post("/v1/completions", content=b'{"prompt": ')
-    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    deep = b'{"prompt": "a", "unknown": ' + b"[" * 5_000 + b"]" * 5_000 + b"}"
+    for body in (b'{"prompt": ', deep):
+        broken = client.post("/v1/completions", content=body)
+        assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
     assert client.get("/nope").json()["error"]["code"] == "unknown_url"
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
