@@ -43,6 +43,8 @@ def captured(name: str) -> Path:
         ("own-vllm-qwen3-bytes96", 83, 82),
         ("own-vllm-qwen3-full-pool", 82, 77),
         ("own-sglang-qwen3-full-pool", 83, 82),
+        ("own-sglang-qwen3-tight-pool", 83, 74),
+        ("own-sglang-qwen3-page1", 49, 48),
     ],
 )
 def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:
