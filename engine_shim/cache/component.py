@@ -172,6 +172,10 @@ class Component:
             tail[:0] = pages
         return tail[len(tail) - extent :]
 
+    def to_copy(self, node: Node, pages: int) -> list[int]:
+        """What is copied below the device of the path to a node's end, which is ``pages`` long; its last pages."""
+        return self.tail(node, self.copied_extent(pages))
+
 
 class WindowComponent(Component):
     """Sliding-window layers: only the last window before a boundary matters to whoever resumes there."""
@@ -223,6 +227,15 @@ class WindowComponent(Component):
             assert node.parent is not None
             node = node.parent
         return nodes[::-1]
+
+    def to_copy(self, node: Node, pages: int) -> list[int]:
+        """One page more than the window, where the tree has it: then a prompt may resume a page earlier, too.
+
+        So does whoever sends a prompt again that ends on this page boundary, as its last token is always computed.
+        """
+        extent = self.copied_extent(pages)
+        longer = self.tail(node, extent + 1) if 0 < extent < pages else []
+        return longer or self.tail(node, extent)
 
 
 class RingComponent(Component):

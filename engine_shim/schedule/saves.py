@@ -1,9 +1,9 @@
 """What goes out: prefixes of the tree to the host, piece by piece.
 
 A *save* copies what a boundary of the tree needs that has no copy yet: full pages of its whole path, the last window
-before it, the state at it. It goes in pieces of ``piece_pages``, one under way at a time, its nodes pinned in the tree
-until the last piece has landed; a save that stands in a request's way is given up after the piece under way. A page
-that is being copied for one request is not copied again for its twin.
+before it and one page more, the state at it. It goes in pieces of ``piece_pages``, one under way at a time, its nodes
+pinned in the tree until the last piece has landed; a save that stands in a request's way is given up after the piece
+under way. A page that is being copied for one request is not copied again for its twin.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Saves:
         self._copies.touch(known)
         extents, items = [], deque[tuple[int, int, int]]()
         for component in self._cache.components:
-            held = component.tail(node, component.copied_extent(len(hashes)))
+            held = component.to_copy(node, len(hashes))
             first = len(hashes) - len(held)
             new = [
                 (component.index, index, page)
