@@ -167,6 +167,13 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class SchedulingPolicy(StrEnum):
+    """Whether requests are served by arrival alone, or by their priority first. The values are vLLM's."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
 class ConstraintError(RuntimeError):
     """A grammar cannot be followed any further, whatever comes next: it has outgrown its limits."""
 
@@ -203,12 +210,15 @@ class Request:
     where the window has passed. Of a state group the table is ``[slot to read, slot to write]``: the state after the
     computed tokens (NULL_PAGE: there are none, the state is zero) and where the next chunk leaves its own; both may
     be one slot.
+
+    ``priority``: a lower one is served earlier, where the scheduler goes by it.
     """
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     namespace: str = ""
+    priority: int = 0
     arrival_seconds: float = 0.0
     constraint: Constraint | None = None
     tokens: list[int] = field(default_factory=list)

@@ -35,7 +35,8 @@ class Entry:
     Up to ``rebuilt_until`` it has all but the window, which it computes again from ``window_start`` on; 0 if there is
     nothing to rebuild. Its window table begins there, and until it has come to an end the tree gets none of that.
 
-    ``receipt`` is None while the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
+    ``precedence``: who has the lower one is admitted before, and preempted after, all others. ``receipt`` is None while
+    the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
     what was computed is stored there. ``prefilling``: the prompt (after a preemption: all known tokens) is
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
     committed. ``leader``: the running request whose prefill this one waits for, up to ``lead_tokens``;
@@ -43,6 +44,7 @@ class Entry:
     """
 
     request: Request
+    precedence: tuple[int, int]
     receipt: Receipt | None = None
     window_from: int = 0
     window_own_from: int = 0
@@ -103,3 +105,8 @@ class Entry:
         if reached:
             del self.stops[0]
         return reached
+
+
+def by_precedence(entry: Entry) -> tuple[int, int]:
+    """Sorts first to last."""
+    return entry.precedence

@@ -1,20 +1,21 @@
 """Continuous batching with chunked prefill over a prefix cache.
 
-One step of a rank: ``schedule`` a batch, let the runner run it, ``commit`` its tokens. In a batch stand,
-oldest first:
+One step of a rank: ``schedule`` a batch, let the runner run it, ``commit`` its tokens. In a batch stand:
 
 1. one token of every request that decodes, so that no prefill can starve them,
 2. prefill chunks of requests that run already,
-3. waiting requests, first come first served: if the head does not fit, nobody passes it.
+3. waiting requests by *precedence*, which is arrival, or under the priority policy the request's priority (lower is
+   first) and then arrival: if the head does not fit, nobody passes it.
 
 One exception: a request that shares more of its prompt with a prefill in progress than the tree holds steps aside
 until that prefill has stored the common part, so siblings that arrive together cost one prefill. It waits for one
 such *leader* at most, and no longer than the leader runs; a leader that ends, fails or is preempted sets it free.
 
-All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *youngest* running
-request is preempted, never an older one for a younger, so the oldest always gets on and nothing wedges. What
-a preempted request computed goes to the tree; it waits at the head of the queue, restarts from what is still
-there, and its sampled tokens are kept. Where a transfer keeps pages, nobody is preempted: they come back.
+All within ``chunk_tokens``. When pages run out the tree gives up unused ones; then the *last* running request in
+precedence is preempted, never one for another behind it, so the first always gets on and nothing wedges. What
+a preempted request computed goes to the tree; it waits by its precedence, restarts from what is still there, and its
+sampled tokens are kept. Where a transfer keeps pages, nobody is preempted: they come back. As in vLLM, what runs
+makes room for what runs, never for what waits, whatever the priorities.
 
 A request whose prefix is loaded from the host runs once the last piece of that is under way; until then it holds its
 pages and others run.
@@ -26,19 +27,19 @@ over of a step, and nobody is preempted for their pages. Only those that held ev
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.radix import RadixCache
 from engine_shim.cache.transfers import Mover, Place
-from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.entry import Entry, by_precedence
 from engine_shim.schedule.leaders import find_leader
 from engine_shim.schedule.limits import Limits
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats, stats_of
 from engine_shim.schedule.transit import OffloadPlan
-from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled
+from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled, SchedulingPolicy
 from router.wire.kv_events import Event
 
 
@@ -59,6 +60,7 @@ class Scheduler:
         offload: OffloadPlan | None = None,
         mover: Mover | None = None,
         draft_tokens: int = 0,
+        policy: SchedulingPolicy = SchedulingPolicy.FCFS,
     ) -> None:
         layout.require_room()
         if max_running < 1 or chunk_tokens < 1:
@@ -68,16 +70,17 @@ class Scheduler:
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
         self._draft_tokens = draft_tokens
+        self._policy = policy
         self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
         self._limits = Limits(min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1), eos_token_ids)
         self._entries: dict[str, Entry] = {}
-        self._waiting: deque[Entry] = deque()
-        self._running: list[Entry] = []  # oldest first
+        self._waiting: list[Entry] = []  # by precedence
+        self._running: list[Entry] = []  # as they were admitted
         self._launched: Batch | None = None
         self._draft_budget = 0
         self._outputs: list[Output] = []
-        self._admissions = 0
+        self._arrivals = self._admissions = 0
         self._counters = Counters()
 
     # --- requests come and go -----------------------------------------------------------------------
@@ -104,9 +107,11 @@ class Scheduler:
         if len(request.prompt) >= self._limits.context_tokens:
             self._end(request, FinishReason.ERROR)
             return
-        entry = self._entries[request.id] = Entry(request)
+        priority = request.priority if self._policy is SchedulingPolicy.PRIORITY else 0
+        self._arrivals += 1
+        entry = self._entries[request.id] = Entry(request, (priority, self._arrivals))
         self._memory.look_up(entry)
-        self._waiting.append(entry)
+        insort(self._waiting, entry, key=by_precedence)
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such request.
@@ -146,7 +151,7 @@ class Scheduler:
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
                 break
-            # A receipt is gone if an older one has preempted it in this very step.
+            # A receipt is gone if another one has preempted it in this very step.
             if entry.receipt is not None and self._memory.may_run(entry):
                 self._schedule_running(entry, min(entry.next_tokens, budget), chunks)
         self._admit(chunks)
@@ -189,7 +194,7 @@ class Scheduler:
         if batch is not self._launched:
             raise RuntimeError("this is not the launched batch")
         self._launched = None
-        for chunk in reversed(batch.chunks):
+        for chunk in batch.chunks:
             entry = self._entries[chunk.request.id]
             if entry.aborted:
                 self._leave(entry)
@@ -210,15 +215,15 @@ class Scheduler:
         return self._memory.offload is not None and self._memory.offload.in_flight > 0
 
     def _schedule_running(self, entry: Entry, wanted: int, chunks: dict[Entry, Chunk]) -> None:
-        """Add a chunk, at the cost of younger requests if no page is left; the youngest of all gives way itself."""
+        """Add a chunk; if no page is left, at the cost of requests behind it, of which the last gives way itself."""
         while (fitting := self._memory.fit(entry, wanted)) == 0:
             if self._memory.lends_pages:
                 return
-            youngest = self._running[-1]
-            assert youngest is not self._running[0], "a request that is alone always has room"
-            chunks.pop(youngest, None)
-            self._preempt(youngest)
-            if youngest is entry:
+            assert len(self._running) > 1, "a request that is alone always has room"
+            last = max(self._running, key=by_precedence)
+            chunks.pop(last, None)
+            self._preempt(last)
+            if last is entry:
                 return
         chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
 
@@ -322,7 +327,7 @@ class Scheduler:
             entry.admitted = False
         self._leave(entry)
         entry.request.computed_tokens = 0
-        self._waiting.appendleft(entry)
+        insort(self._waiting, entry, key=by_precedence)
 
     def _leave(self, entry: Entry) -> None:
         self._memory.leave(entry)

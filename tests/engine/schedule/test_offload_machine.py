@@ -30,7 +30,7 @@ from engine_shim.runner.shadow_mover import ShadowMover
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.transit import OffloadPlan
-from engine_shim.types import FinishReason, GroupKind, WindowTails
+from engine_shim.types import FinishReason, GroupKind, SchedulingPolicy, WindowTails
 from router.core.index import PrefixIndex
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import EventBatch, decode_batch, encode_batch
@@ -54,6 +54,7 @@ class OffloadMachine(SchedulerMachine):
         layers=st.integers(1, 3),
         ring=st.integers(1, 6),
         seed=st.integers(0, 5),
+        scheduling=st.sampled_from(SchedulingPolicy),
         host=st.integers(3, 60),
         disk=st.none() | st.integers(3, 90),
         policy=st.sampled_from(WritePolicy),
@@ -217,6 +218,7 @@ def walk(seed: int, *, steps: int = 500, tails: WindowTails = WindowTails.STORED
         layers=1 + seed % 2,
         ring=rng.randint(1, 6),
         seed=seed,
+        scheduling=list(SchedulingPolicy)[seed // 2 % 2],
         host=rng.choice([30, 60, 90]),
         disk=rng.choice([None, 120, 200]),
         policy=list(WritePolicy)[seed % 3],
@@ -229,7 +231,7 @@ def walk(seed: int, *, steps: int = 500, tails: WindowTails = WindowTails.STORED
                 tokens = [rng.randint(1, 3) for _ in range(rng.randint(1, 8))]
                 recent = max(0, len(machine.requests) - rng.choice([8, 20]))
                 parent = rng.randint(recent, len(machine.requests))
-                machine.add(tokens, parent, rng.randint(0, 40), rng.randint(1, 8), True, "")
+                machine.add(tokens, parent, rng.randint(0, 40), rng.randint(1, 8), True, "", priority=-parent % 3)
             case "steps":
                 machine.steps(rng.randint(1, 5))
             case "one" if machine.batch is None:

@@ -11,16 +11,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_memory import EOS, KvMemory, expected_output
 
 from engine_shim.runner.shadow import ShadowRunner
+from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.types import (
     Batch,
     CacheGroup,
     CacheLayout,
+    Chunk,
     FinishReason,
     GroupKind,
     Output,
     Request,
     Sampling,
+    SchedulingPolicy,
     WindowTails,
 )
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
@@ -46,6 +49,34 @@ def replay(events: Iterable[Event], resident: Resident) -> None:
             resident.clear()
 
 
+class WatchedScheduler(Scheduler):
+    """A scheduler whose choices are looked at. Requests are named by their number, so names tell who came first."""
+
+    watched_policy = SchedulingPolicy.FCFS
+    preempted_by_priority = 0
+
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """Where vLLM would have a request: who has the lower place goes first."""
+        by_priority = self.watched_policy is SchedulingPolicy.PRIORITY
+        return (entry.request.priority if by_priority else 0, int(entry.request.id))
+
+    def _preempt(self, entry: Entry) -> None:
+        places = [self.place(other) for other in self._running]
+        assert self.place(entry) == max(places), "somebody less important runs on"
+        self.preempted_by_priority += int(entry.request.id) < max(number for _, number in places)
+        super()._preempt(entry)
+
+    def _admit(self, chunks: dict[Entry, Chunk]) -> None:
+        before = set(self._running)
+        super()._admit(chunks)
+        waiting = [self.place(entry) for entry in self._waiting]
+        assert waiting == sorted(waiting)
+        excused = {entry for entry in self._waiting if entry.waits_for_leader or self._memory.awaits_fetch(entry)}
+        for admitted in set(self._running) - before:
+            for entry in set(self._waiting) - excused:
+                assert self.place(admitted) < self.place(entry), "somebody more important was passed"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Every output is compared with what the request must answer, every read of a page with what must stand there."""
 
@@ -64,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layers=st.integers(1, 3),
         ring=st.integers(1, 6),
         seed=st.integers(0, 5),
+        scheduling=st.sampled_from(SchedulingPolicy),
     )
     def start(
         self,
@@ -81,6 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layers: int,
         ring: int,
         seed: int,
+        scheduling: SchedulingPolicy = SchedulingPolicy.FCFS,
     ) -> None:
         groups = [CacheGroup(0, GroupKind.FULL, (1,))]
         pages = [full_pages]
@@ -105,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.chunk = chunk
         self.memory = KvMemory(self.layout, seed=seed)
-        self.build(max_running=running, draft_tokens=drafts)
+        self.build(max_running=running, draft_tokens=drafts, policy=scheduling)
         self.resident: Resident = {}
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
@@ -115,9 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def build(self, **options: Any) -> None:
         """Scheduler and runner for the layout and the memory."""
-        self.scheduler = Scheduler(
+        self.scheduler = WatchedScheduler(
             self.layout, chunk_tokens=self.chunk, max_context_tokens=60, eos_token_ids=frozenset({EOS}), **options
         )
+        self.scheduler.watched_policy = options["policy"]
         self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
 
     @rule(
@@ -127,14 +161,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         ignore_eos=st.booleans(),
         namespace=st.sampled_from(["", "", "tenant"]),
+        priority=st.integers(-1, 1),
     )
-    def add(self, tokens: list[int], parent: int, cut: int, max_tokens: int, ignore_eos: bool, namespace: str) -> None:
+    def add(
+        self,
+        tokens: list[int],
+        parent: int,
+        cut: int,
+        max_tokens: int,
+        ignore_eos: bool,
+        namespace: str,
+        priority: int = 0,
+    ) -> None:
         """A new request, which as a rule continues or forks an earlier one."""
         head: list[int] = []
         if parent < len(self.requests):
             head = list(self.requests.values())[parent].tokens[:cut]
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=frozenset({10}))
-        request = Request(str(len(self.requests)), (*head, *tokens), sampling, namespace)
+        request = Request(str(len(self.requests)), (*head, *tokens), sampling, namespace, priority)
         self.requests[request.id] = request
         self.streams[request.id] = []
         self.scheduler.add(request)
