@@ -15,6 +15,7 @@ from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
 from router.core.provisional import Provisional
 from router.core.rank_state import Names, RankState
+from router.core.shared_pool import SharedPool
 from router.core.tables import CopyTable
 from router.core.usable import Geometry
 from router.wire.kv_events import EngineHash
@@ -143,7 +144,12 @@ class Blocks:
         for group, rule in rank.rules.items():
             for unit in rule.needed_at(len(units)):
                 if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
-                    self._sparse[group].gain(slot, units[unit])
+                    self._gain_sparse(rank, slot, units[unit], group)
+
+    def _gain_sparse(self, rank: RankState, slot: int, key: int, group: int) -> None:
+        self._sparse[group].gain(slot, key)
+        if isinstance(rank.pool, SharedPool):
+            rank.pool.gained(group, key)
 
     def _let_go(self, rank: RankState, slot: int, place: int, *, with_itself: bool = False) -> None:
         """A place is gone, and with it what was taken over with it."""
@@ -169,7 +175,9 @@ class Blocks:
     def _lose_taken_sparse(self, rank: RankState, slot: int, place: int) -> None:
         if (key := self._runs.key(place)) is not None:
             for group in rank.rules:
-                self._sparse[group].lose(slot, key)
+                is_last = self._sparse[group].lose(slot, key)
+                if isinstance(rank.pool, SharedPool):
+                    rank.pool.lost(group, key, is_last=is_last)
 
     # --- names --------------------------------------------------------------------------------------
 

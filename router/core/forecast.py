@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from router.core.recency import Recency, Stretch
@@ -39,6 +39,18 @@ class Allocation:
     is_running: bool = True
     pinned: int = 0
 
+    def begun(self) -> None:
+        """It has its blocks."""
+        self.pool.begun(self)
+
+    def ended(self, keys: Sequence[int]) -> None:
+        """It is over, and leaves these blocks."""
+        self.pool.ended(self, keys)
+
+    def forget(self) -> None:
+        """It failed, or its events did not come in time."""
+        self.pool.forget(self)
+
 
 class Pool:
     """The blocks of one rank's dense group, and who uses them. Mutated by its owner, on one thread."""
@@ -46,7 +58,7 @@ class Pool:
     def __init__(self, blocks: int | None, *, is_radix: bool = False) -> None:
         self._blocks = blocks
         self._is_known = blocks is not None
-        self._is_radix = is_radix
+        self.is_radix = is_radix
         self._order = Recency(is_merged=not is_radix)
         self._running: dict[Allocation, None] = {}
         #: Requests unheard of, in the order in which they were sent. Without any there is nothing to foretell.
@@ -136,7 +148,7 @@ class Pool:
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave blocks up. Before, it held so many copies."""
-        if not self._is_known and not self._is_radix:
+        if not self._is_known and not self.is_radix:
             self._blocks = max(self._blocks or 0, copies)
         for key in reversed(keys):
             self._order.remove(key)
@@ -146,6 +158,10 @@ class Pool:
         """The rank's cache was emptied."""
         self._order.clear()
         self._forecast = None
+
+    def cached(self) -> Iterator[int]:
+        """Its blocks, the one to go first first."""
+        return (key for stretch in self._order for key in reversed(stretch.keys))
 
     # --- the forecast -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 
@@ -17,6 +17,8 @@ from router.core.forecast import Pool
 from router.core.provisional import DENSE, Ticket
 from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
+from router.core.shared_forecast import SharedForecast
+from router.core.shared_pool import SharedPool
 from router.core.sharing import shared_blocks
 from router.core.usable import Mask, Rule, boundary, slots_of
 
@@ -98,22 +100,24 @@ class PrefixIndex(Residency):
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens)
-        self._foretell(depths, keys)
+        forecasts = self._foretell(depths, keys)
         for slot, depth in depths.items():
             rank = self._ranks[slot]
-            units = self._boundary(rank, keys, depth) if rank.rules else depth
+            units = self._boundary(rank, keys, depth, forecasts.get(slot)) if rank.rules else depth
             if rank.geometry.eagle:
                 units -= rank.stride
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
 
-    def _foretell(self, depths: dict[int, int], keys: Sequence[int]) -> None:
+    def _foretell(self, depths: dict[int, int], keys: Sequence[int]) -> Mapping[int, SharedForecast]:
         """Shorten the prefix of ranks whose pool will have given up its end when the request comes to it.
 
-        Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it.
+        Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it. Returns
+        what tells of other groups' blocks.
         """
         ranks = self._ranks
+        forecasts: dict[int, SharedForecast] = {}
         slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and pool.pending]
         if len(slots) > MOST_FORETOLD:
             slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
@@ -121,7 +125,13 @@ class PrefixIndex(Residency):
             stride, pool = ranks[slot].stride, ranks[slot].pool
             assert pool is not None, "it has requests pending"
             ends = keys if stride == 1 else keys[stride - 1 :: stride]
-            depths[slot] = pool.kept(ends, depths[slot] // stride, copies=self._copies(slot)) * stride
+            depth, copies = depths[slot] // stride, self._copies(slot)
+            if isinstance(pool, Pool):
+                depths[slot] = pool.kept(ends, depth, copies=copies) * stride
+            elif (forecast := pool.forecast(copies=copies)) is not None:
+                depths[slot] = forecast.depth(ends, depth) * stride
+                forecasts[slot] = forecast
+        return forecasts
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
@@ -190,13 +200,20 @@ class PrefixIndex(Residency):
 
             blocks[slot] = bisect_left(range(limit), True, lo=depth + 1, key=lacks)
 
-    def _boundary(self, rank: RankState, keys: Sequence[int], depth: int) -> int:
+    def _boundary(
+        self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None
+    ) -> int:
         def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
             return lambda key: masks.get(key, 0) | promised.get(key, 0)
+
+        def foretold(group: int, now: Mask, forecast: SharedForecast) -> Mask:
+            return lambda key: now(key) if (held := forecast.holds(group, key)) is None else held * rank.bit
 
         groups = {
             group: mask_of(self._sparse[group].masks, self.provisional.sparse.get(group, {})) for group in rank.rules
         }
+        if forecast is not None:
+            groups = {group: foretold(group, now, forecast) for group, now in groups.items()}
         return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
 
     # --- what others show -----------------------------------------------------------------------------
@@ -229,6 +246,6 @@ class PrefixIndex(Residency):
             **{group: table.keys_of(slot) for group, table in self._sparse.items()},
         }
 
-    def pool(self, slot: int) -> Pool | None:
-        """The rank's pool, to be told of requests; None where its groups share one, or nobody gave it."""
+    def pool(self, slot: int) -> Pool | SharedPool | None:
+        """The rank's pool, to be told of requests; None where nothing is known of it, or nobody gave it."""
         return self._ranks[slot].pool

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from router.core.adoption import Adopted
 from router.core.chains import Chains, Runs
 from router.core.forecast import Pool
+from router.core.shared_pool import SharedPool
 from router.core.usable import Geometry, Rule
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EngineHash
@@ -92,7 +93,7 @@ class RankState:
     names: Names
     geometry: Geometry
     chains: Chains
-    pool: Pool | None = None
+    pool: Pool | SharedPool | None = None
     adopted: Adopted = field(default_factory=Adopted)
     has_tails: bool = False
     blocks: int = 0

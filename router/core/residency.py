@@ -17,6 +17,7 @@ from router.core.adoption import Expected
 from router.core.blocks import Blocks
 from router.core.provisional import DENSE
 from router.core.rank_state import RankState, keys_of_event
+from router.core.shared_pool import SharedPool
 from router.core.usable import Kind, Rule, rule_of
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, tier_of
 
@@ -67,13 +68,30 @@ class Residency(Blocks):
             self._set_stride(slot, rule.stride)
         else:
             rank.rules[event.group] = rule
-            rank.pool = None  # the groups share one, in an order that no event tells
         rank.align = math.lcm(
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
         )
+        self._share_pool(rank, event)
         if rank.dense_group is not None:
             for units in rank.adopted.resumed:
                 self._resume(rank, slot, units)
+
+    @staticmethod
+    def _share_pool(rank: RankState, event: BlockStored) -> None:
+        """Groups share the pool. Of windows it is known how; recurrent state and chunks are let go of in other ways."""
+        rules = rank.rules.values()
+        if rank.pool is None or not rules:
+            return
+        if rank.pool.is_radix or (event.group in rank.rules and not event.window_tokens):
+            rank.pool = None
+        elif rank.dense_group is not None:
+            if not all(rule.kind is Kind.WINDOW and rule.stride == rank.stride for rule in rules):
+                rank.pool = None
+            elif isinstance(rank.pool, SharedPool):
+                rank.pool.meet(rank.rules)
+            else:
+                dense, cached = rank.dense_group, rank.pool.cached()
+                rank.pool = SharedPool(rank.rules, rank.keeps_all, dense_group=dense, cached=cached)
 
     def _rule(self, rank: RankState, event: BlockStored) -> Rule:
         return rule_of(
@@ -155,7 +173,6 @@ class Residency(Blocks):
         return next(((place, claimed) for place in places if self._runs.key(place) == own), (parent, keys))
 
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
-        table = self._sparse[event.group]
         if self._is_report(rank, event):
             rank.reported = event.hashes
             return
@@ -163,7 +180,7 @@ class Residency(Blocks):
         for name in event.hashes:
             key = self._key(rank, name)
             if key is not None:
-                table.gain(slot, key)
+                self._gain_sparse(rank, slot, key, event.group)
                 self.provisional.confirm(slot, event.group, (key,))
             else:
                 rank.wait_for_name(name, event.group)
@@ -225,7 +242,9 @@ class Residency(Blocks):
         if key is None:
             rank.drop_unnamed(name, group)
             return
-        table.lose(slot, key)
+        is_last = table.lose(slot, key)
+        if isinstance(rank.pool, SharedPool) and group in rank.rules:
+            rank.pool.lost(group, key, is_last=is_last)
         if name in rank.names.strays and not self._is_sparse(key):
             del rank.names.strays[name]
 
@@ -338,7 +357,7 @@ class Residency(Blocks):
         for name in names:
             for group in rank.unnamed.pop(name, ()):
                 if (key := self._key(rank, name)) is not None:
-                    self._sparse[group].gain(slot, key)
+                    self._gain_sparse(rank, slot, key, group)
                     self.provisional.confirm(slot, group, (key,))
         for name in names:
             for event in rank.take_orphans(name):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from router.core.admission import Visit
-from router.core.forecast import Allocation
 from router.core.load import Claim
 from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
 from router.core.session import Binding, SessionTable
+from router.core.shared_pool import AnyAllocation
 from router.core.types import Decision, RankStatus
 from router.fleet.decisions import Attempted, DecisionLog
 from router.fleet.fleet import Fleet
@@ -221,7 +221,7 @@ class Lease:
         self.noted: Attempted | None = None
         self.visit: Visit | None = None
         self.promises: list[Promise] = []
-        self.allocation: Allocation | None = None
+        self.allocation: AnyAllocation | None = None
         self.is_loading = False
 
     def first_byte(self, generated: Callable[[], int] | None = None) -> None:

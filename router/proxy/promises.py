@@ -15,6 +15,7 @@ from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
 from router.core.radix_pool import RadixPool
+from router.core.shared_pool import AnyAllocation
 from router.core.types import Engine, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -48,7 +49,7 @@ class Promises:
         self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
         self._answered: dict[tuple[str, SessionKey], _Answered] = {}
 
-    def sent(self, member: Member, prepared: PreparedRequest) -> Allocation | None:
+    def sent(self, member: Member, prepared: PreparedRequest) -> AnyAllocation | None:
         """A prompt leaves for this rank and takes room there."""
         index = member.index
         if index is None or prepared.tokens is None or not self._fleet.knows(member):
@@ -132,20 +133,20 @@ class Promises:
             self._expiring.append((now + PROVISIONAL_SECONDS, partial(index.provisional.drop, ticket)))
 
     @staticmethod
-    def begun(allocation: Allocation | None) -> None:
+    def begun(allocation: AnyAllocation | None) -> None:
         """The first token has come."""
         if allocation is not None:
-            allocation.pool.begun(allocation)
+            allocation.begun()
 
     @staticmethod
-    def grows(allocation: Allocation | None, prepared: PreparedRequest, generated: Callable[[], int]) -> None:
+    def grows(allocation: AnyAllocation | None, prepared: PreparedRequest, generated: Callable[[], int]) -> None:
         """Its answer has so many tokens by now, which takes room; only SGLang does not tell of it as it goes."""
         if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
             allocation.pool.grows(allocation, prompt_tokens=prepared.prompt_tokens, generated=generated)
 
     def leave(
         self,
-        allocation: Allocation | None,
+        allocation: AnyAllocation | None,
         member: Member,
         prepared: PreparedRequest,
         output: Sequence[int],
@@ -160,16 +161,16 @@ class Promises:
         if index is not None and len(output) > 1 and self._fleet.knows(member):
             stride, unit = index.stride(member.slot), index.block_tokens
             keys = (*prepared.keys(unit), *prepared.keys_after(output[:-1], block_tokens=unit))[stride - 1 :: stride]
-        allocation.pool.ended(allocation, keys)
-        self._expiring.append((now + PROVISIONAL_SECONDS, partial(allocation.pool.forget, allocation)))
+        allocation.ended(keys)
+        self._expiring.append((now + PROVISIONAL_SECONDS, allocation.forget))
 
     @staticmethod
-    def take_back(promises: Iterable[Promise], allocation: Allocation | None) -> None:
+    def take_back(promises: Iterable[Promise], allocation: AnyAllocation | None) -> None:
         """The request failed: nothing of it is there."""
         for index, ticket in promises:
             index.provisional.drop(ticket)
         if allocation is not None:
-            allocation.pool.forget(allocation)
+            allocation.forget()
 
     def expire(self, now: float) -> None:
         """Let go of what is past its time. Called before each lookup."""

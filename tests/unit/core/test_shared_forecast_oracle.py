@@ -1,0 +1,304 @@
+"""The forecast for groups that share a pool against an engine that keeps every block: vLLM's queue of free blocks, and
+what its window and full attention managers do with it, without anything clever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.core.forecast import Pool
+from router.core.index import PrefixIndex
+from router.core.provisional import Ticket
+from router.core.shared_pool import SharedAllocation, SharedPool
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import BlockRemoved, BlockStored, Event
+
+BLOCK = 2
+#: Conversations that share heads; a prompt is a beginning of one.
+CONVERSATIONS = ("aaaaaaaa", "aaabbbbb", "aaabbccc", "ddddd", "ddeee", "fff", "ggggggg")
+PROMPTS = st.tuples(st.sampled_from(CONVERSATIONS), st.integers(1, 8)).map(lambda pair: pair[0][: pair[1]])
+
+#: A block's group and the prefix it stands for.
+Name = tuple[int, str]
+
+
+@dataclass
+class Running:
+    """A request's blocks in each group, by number, None for those a window has left; the last one is begun."""
+
+    text: str
+    tables: dict[int, list[int | None]]
+
+
+@dataclass
+class Engine:
+    """``windows`` has the length of each window group's window in blocks; the group behind them is full attention.
+
+    ``free`` is in the order in which blocks are taken. ``keeps_all``: windows cache every block, or only what lies
+    before a prompt's end and before the end of what full attention alone had.
+    """
+
+    blocks: int
+    windows: list[int]
+    keeps_all: bool
+    free: list[int] = field(init=False)
+    names: dict[int, Name] = field(default_factory=dict)
+    cached: dict[Name, list[int]] = field(default_factory=dict)  # oldest copy first
+    held: Counter[int] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)
+    stepping: list[Running] = field(default_factory=list)  # scheduled in this step
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.blocks))
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.windows) + 1)
+
+    def first_held(self, group: int, end: int) -> int:
+        return 0 if group == len(self.windows) else max(0, end - self.windows[group])
+
+    def known(self, prompt: str) -> int:
+        """Of full attention alone."""
+        dense = len(self.windows)
+        ends = range(1, len(prompt) + 1)
+        return next((end - 1 for end in ends if (dense, prompt[:end]) not in self.cached), len(prompt))
+
+    def hit(self, prompt: str) -> int:
+        """The longest prefix of which every group has what it takes to go on."""
+        return max(
+            end
+            for end in range(self.known(prompt) + 1)
+            if all(
+                (group, prompt[: at + 1]) in self.cached
+                for group in self.groups
+                for at in range(self.first_held(group, end), end)
+            )
+        )
+
+    def schedule(self, prompt: str) -> Running | None:
+        """Blocks for the whole prompt and one more for what is generated; None if there are not enough."""
+        found, known = self.hit(prompt), self.known(prompt)
+        tables: dict[int, list[int | None]] = {
+            group: [
+                None if at < self.first_held(group, found) else self.cached[group, prompt[: at + 1]][0]
+                for at in range(found)
+            ]
+            for group in self.groups
+        }
+        touched = [block for table in tables.values() for block in table if block is not None]
+        if len(self.free) - len([block for block in touched if block in self.free]) < len(self.groups) * (
+            len(prompt) + 1 - found
+        ):
+            return None
+        self.free = [block for block in self.free if block not in touched]
+        self.held.update(touched)
+        for table in tables.values():
+            table += [self.take() for _ in range(len(prompt) + 1 - found)]
+        ends = [len(prompt), known] if known > found else [len(prompt)]
+        running = Running(prompt, tables)
+        for group in self.groups:
+            kept = [
+                at
+                for at in range(found, len(prompt))
+                if group == len(self.windows)
+                or self.keeps_all
+                or any(end - self.windows[group] <= at < end for end in ends)
+            ]
+            self.store(running, group, found, kept)
+        self.stepping.append(running)
+        return running
+
+    def take(self) -> int:
+        block = self.free.pop(0)
+        self.held[block] = 1
+        if (name := self.names.pop(block, None)) is not None:
+            self.cached[name].remove(block)
+            if not self.cached[name]:
+                del self.cached[name]
+            self.events.append(BlockRemoved((name_of(name[1]),), group=name[0]))
+        return block
+
+    def store(self, running: Running, group: int, start: int, kept: list[int]) -> None:
+        text = running.text
+        if start == len(text):
+            return
+        for at in kept:
+            block = running.tables[group][at]
+            assert block is not None
+            self.names[block] = (group, text[: at + 1])
+            self.cached.setdefault((group, text[: at + 1]), []).append(block)
+        window = self.windows[group] if group < len(self.windows) else None
+        self.events.append(
+            BlockStored(
+                tuple(name_of(text[: at + 1]) for at in kept),
+                name_of(text[:start]) if start else None,
+                tokens_of(text)[BLOCK * start :],
+                BLOCK,
+                group=group,
+                kind="full_attention" if window is None else "sliding_window",
+                window_tokens=None if window is None else BLOCK * window + 1,
+            )
+        )
+
+    def step(self) -> None:
+        """The step is done: windows let go of what they have left."""
+        for running in self.stepping:
+            self.slide(running)
+        self.stepping.clear()
+
+    def slide(self, running: Running) -> None:
+        for group in self.groups:
+            table, first = running.tables[group], self.first_held(group, len(running.text))
+            self.let_go(table[:first])
+            table[:first] = [None] * first
+
+    def answer(self, running: Running, letter: str) -> None:
+        """The block begun is full; the next is begun."""
+        at = len(running.text)
+        running.text += letter
+        for group in self.groups:
+            self.store(running, group, at, [at] if group == len(self.windows) or self.keeps_all else [])
+        self.slide(running)
+        for table in running.tables.values():
+            table.append(self.take())
+
+    def finish(self, running: Running) -> None:
+        for group in self.groups:
+            self.let_go(running.tables[group])
+
+    def let_go(self, table: list[int | None]) -> None:
+        """The last first; what is not cached is taken next."""
+        for block in reversed(table):
+            if block is not None:
+                self.held[block] -= 1
+        gone = [block for block in reversed(table) if block is not None and not self.held[block]]
+        self.free[:0] = [block for block in gone if block not in self.names]
+        self.free += [block for block in gone if block in self.names]
+
+
+def name_of(prefix: str) -> int:
+    return int.from_bytes(prefix.encode(), "big")
+
+
+def tokens_of(prompt: str) -> list[int]:
+    return [token for letter in prompt for token in (ord(letter), 9)]
+
+
+def keys_of(prompt: str) -> list[int]:
+    return block_keys(tokens_of(prompt), block_tokens=BLOCK, parent=namespace_seed("", ""))
+
+
+@dataclass
+class Asked:
+    """A request as the router sees it, and as the engine does once it is scheduled."""
+
+    prompt: str
+    allocation: SharedAllocation
+    ticket: Ticket
+    running: Running | None = None
+
+
+class SharedForecastMachine(RuleBasedStateMachine):
+    """Requests are sent, scheduled in order and ended; their events come late. All are looked up at any moment."""
+
+    @initialize(
+        blocks=st.integers(12, 60), windows=st.lists(st.integers(1, 3), min_size=1, max_size=2), keeps_all=st.booleans()
+    )
+    def start(self, blocks: int, windows: list[int], keeps_all: bool) -> None:
+        self.engine = Engine(blocks, windows, keeps_all)
+        self.index = PrefixIndex(block_tokens=BLOCK)
+        self.index.add_rank(0, domain="engine", pool=Pool(None))
+        self.waiting: list[Asked] = []
+        self.scheduled: list[Asked] = []  # their events are under way
+        self.running: list[Asked] = []
+        running = self.engine.schedule("zzzzzz"[: blocks // len(self.engine.groups) - 1])
+        assert running is not None
+        self.engine.step()
+        self.engine.finish(running)
+        self.apply()
+        pool = self.index.pool(0)
+        assert isinstance(pool, SharedPool)
+        pool._blocks = blocks
+        self.pool = pool
+
+    def apply(self) -> None:
+        for event in self.engine.events:
+            self.index.apply(0, event)
+        self.engine.events.clear()
+
+    @rule(prompt=PROMPTS)
+    def send(self, prompt: str) -> None:
+        keys = keys_of(prompt)
+        ticket = self.index.promise(0, keys, prompt_tokens=len(tokens_of(prompt)) + 1)
+        self.waiting.append(Asked(prompt, self.pool.sent(keys, blocks=len(keys) + 1), ticket))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def step(self) -> None:
+        running = self.engine.schedule(self.waiting[0].prompt)
+        if running is not None:
+            self.waiting[0].running = running
+            self.scheduled.append(self.waiting.pop(0))
+
+    @precondition(lambda self: self.scheduled)
+    @rule()
+    def deliver(self) -> None:
+        """First tokens come with the events."""
+        self.engine.step()
+        self.apply()
+        for asked in self.scheduled:
+            self.pool.begun(asked.allocation)
+        self.running += self.scheduled
+        self.scheduled.clear()
+
+    @precondition(lambda self: self.running and not self.scheduled)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        """Nothing unheard of has been scheduled before it: whether its blocks were free by then nobody could know."""
+        self.end(data.draw(st.integers(0, len(self.running) - 1)))
+
+    def end(self, place: int) -> None:
+        asked = self.running.pop(place)
+        assert asked.running is not None
+        self.engine.finish(asked.running)
+        self.pool.ended(asked.allocation, keys_of(asked.running.text))
+        self.index.provisional.drop(asked.ticket)
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3))
+    def serve(self, prompts: list[str]) -> None:
+        """Nobody is before them, and their events come at once; all but the last end."""
+        for place, prompt in enumerate(prompts):
+            if self.waiting or self.scheduled:
+                return
+            self.send(prompt)
+            self.step()
+            if self.scheduled:
+                self.deliver()
+                if place + 1 < len(prompts):
+                    self.end(len(self.running) - 1)
+
+    @invariant()
+    def found(self) -> None:
+        """What the index foretells of any prompt is what the engine finds once it comes to it."""
+        engine = deepcopy(self.engine)
+        if any(len(copies) > 1 for copies in engine.cached.values()):
+            return  # of copies that are there already only one place in the order is kept
+        for asked in self.waiting:
+            if engine.schedule(asked.prompt) is None:
+                engine.step()
+                if engine.schedule(asked.prompt) is None:
+                    return  # it will have to wait until another ends: nobody knows which
+        for prompt in CONVERSATIONS:
+            found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
+            assert found == BLOCK * engine.hit(prompt), prompt
+
+
+TestSharedForecast = SharedForecastMachine.TestCase
+TestSharedForecast.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
