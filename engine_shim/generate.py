@@ -155,9 +155,9 @@ class Generation:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _refuse(self, request: Request) -> NoReturn:
-        if self.engine.accepts and request.constraint is not None:
-            message = "The request needs more cache pages than this rank has, or its grammar is too large to follow"
-            raise ApiError(message, code="context_too_large")
+        if self.engine.accepts and request.constraint is not None and request.computed_tokens:
+            message = "The answer cannot go on: nothing fits its grammar any more, or that is too large to follow"
+            raise ApiError(message, code="invalid_grammar")
         if self.engine.accepts:
             raise ApiError("The request needs more cache pages than this rank has", code="context_too_large")
         raise _unavailable(self.engine.failure or "the engine is stopping")

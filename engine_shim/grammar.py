@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 KEPT_GRAMMARS = 256
 #: JSON may be set in lines and indented, but no model can go on with blanks for ever.
 _WHITESPACE = r"[ \t\n\r]{0,32}"
+#: Why the library stops at a grammar that it can read but not follow.
+_LIMITS = dict.fromkeys(("LexerTooComplex", "ParserTooComplex"), "it is too large to follow")
 
 
 class GrammarKind(StrEnum):
@@ -82,6 +84,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._read_vocabulary(), _definition(grammar), log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise GrammarError(_LIMITS.get(first.stop_reason(), "no answer can fit it"))
         return matcher
 
     def _read_vocabulary(self) -> LLTokenizer:

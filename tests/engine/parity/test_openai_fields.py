@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import jsonschema
@@ -18,7 +18,7 @@ from byte_tokenizer import EOS, byte_tokenizer
 
 from engine_shim.chat import ChatTemplate
 from engine_shim.engine import Engine
-from engine_shim.grammar import GrammarCompiler
+from engine_shim.grammar import GrammarCompiler, _Follower
 from engine_shim.model.config import from_hugging_face
 from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import layout_for
@@ -27,6 +27,7 @@ from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import ServedModel, create_app
 from engine_shim.speculative.ngram import NgramDrafter
+from engine_shim.types import ConstraintError
 
 VOCAB, WIDTH, HEADS, DIM, MLP = 300, 32, 2, 16, 48
 TEMPLATE = (
@@ -164,6 +165,8 @@ async def test_json_formats(client: httpx.AsyncClient) -> None:
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
         ({"guided_json": 5}, "guided_json", "object"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no answer can fit"),
+        ({"ebnf": "root ::= root"}, "ebnf", "no answer can fit"),
         ({"guided_choice": []}, "guided_choice", "list of texts"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "one of"),
@@ -190,6 +193,25 @@ async def test_what_is_wrong_is_told(client: httpx.AsyncClient, fields: dict, pa
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert reason in error["message"]
+
+
+@pytest.mark.parametrize("before", [0, 3])
+async def test_a_grammar_that_fails_on_the_way_is_told_as_such(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """Not as a want of cache pages, which the client would mend by a shorter prompt."""
+    masks = _Follower.masks
+
+    def failing(self: _Follower, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        if len(output) >= before:
+            raise ConstraintError("ParserTooComplex")
+        return masks(self, output, drafts)
+
+    monkeypatch.setattr(_Follower, "masks", failing)
+    answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 20, "regex": "[a-z]{9}"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_grammar")
+    assert "pages" not in error["message"]
 
 
 # --- tools ------------------------------------------------------------------------------------------------

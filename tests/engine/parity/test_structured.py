@@ -196,6 +196,10 @@ def test_drafts_are_cut_where_they_leave_the_grammar() -> None:
         (Grammar(GrammarKind.REGEX, "(a"), "unclosed group"),
         (Grammar(GrammarKind.GRAMMAR, "start: ("), "Expected"),
         (Grammar(GrammarKind.GRAMMAR, "[0-9"), "Expected name"),
+        (Grammar(GrammarKind.GRAMMAR, "root ::= root"), "no answer can fit it"),
+        (Grammar(GrammarKind.GRAMMAR, "start: a\na: b\nb: a"), "no answer can fit it"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"#"}'), "no answer can fit it"),
+        (Grammar(GrammarKind.REGEX, "[^\\s\\S]"), "no answer can fit it"),
     ],
 )
 async def test_a_bad_grammar_is_told_with_its_fault(grammar: Grammar, reason: str) -> None:
