@@ -13,6 +13,9 @@ A file comes into being by a rename, so it is whole or not there, however the pr
 one fails its checksum. The *fingerprint* is the model's, its weights and numbers and how pages are cut: what another
 has left is refused, and so is a page whose chain is not complete. There are never more files than slots.
 
+Whatever else lies in the folder is left alone, but what has a page's name and is no file is deleted like a damaged one.
+Only a directory of such a name is more than that: it keeps the pool from opening.
+
 The contents are what users wrote, as keys and values, and their tokens: nobody but the owner can look in.
 """
 
@@ -22,6 +25,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import struct
 from array import array
 from collections import Counter
@@ -38,7 +42,7 @@ FINGERPRINT_BYTES = 16
 _MAGIC = b"HPG2"
 _CHECK = struct.Struct("<4sQ")
 _FIELDS = struct.Struct("<16sHIIQQ16s16s")
-_FILE = re.compile(r"(\d+)-(\d+)\.page")
+_FILE = re.compile(r"(0|[1-9][0-9]*)-([1-9][0-9]*)\.(page|new)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ class DiskPool:
     """Slots in a folder. ``page_bytes[g]`` is the size of a page of group g, ``pages[g]`` how many slots it has.
 
     ``fingerprint`` is of whatever decides what a page of ``page_tokens`` tokens contains. Raises ``OSError`` where the
-    folder cannot be made or another process uses it. Only one thread at a time calls it.
+    folder cannot be made, another process uses it or a page cannot be written for a directory of its name. Only one
+    thread at a time calls it.
     """
 
     def __init__(
@@ -109,6 +114,10 @@ class DiskPool:
         except OSError as error:
             self._lock.close()
             raise OSError(f"{folder} is in use by another process") from error
+        for path, _ in self._files():
+            if path.is_dir() and not path.is_symlink():
+                self._lock.close()
+                raise OSError(f"{path} is a directory, where a page's file should be")
 
     def store(self, group: int, slot: int, name: int, contents: bytes, *, label: Label) -> None:
         """Write a page in place of what the slot has. Raises ``OSError``, for one where the disk is full."""
@@ -116,7 +125,7 @@ class DiskPool:
         header = _Header(self._fingerprint, group, name, label, len(contents), checksum).pack()
         path = self._path(group, slot)
         unfinished = path.with_suffix(".new")
-        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with open(file, "wb", buffering=0) as stream:
                 for part in (header, contents):
@@ -140,15 +149,14 @@ class DiskPool:
         """What is usable of that which earlier processes have left; deletes the rest. Looks at no contents yet."""
         refused: Counter[str] = Counter()
         found: dict[bytes, KeptPage] = {}
-        for path in sorted(self._folder.iterdir()):
-            if path.suffix == ".new":
+        for path, match in self._files():
+            if match[3] == "new":
                 path.unlink()
-            elif match := _FILE.fullmatch(path.name):
-                group, slot = int(match[1]), int(match[2])
-                fault = self._find(path, group, slot, found)
-                if fault is not None:
-                    refused[fault] += 1
-                    path.unlink()
+                continue
+            fault = self._find(path, int(match[1]), int(match[2]), found)
+            if fault is not None:
+                refused[fault] += 1
+                path.unlink()
         pages = _linked(found)
         for page in found.keys() - {page.label.digest for page in pages}:
             for group, slot in found[page].slots.items():
@@ -158,17 +166,21 @@ class DiskPool:
 
     def wipe(self) -> None:
         """Delete every page."""
-        for path in self._folder.iterdir():
-            if _FILE.fullmatch(path.name):
-                path.unlink()
+        for path, _ in self._files():
+            path.unlink()
 
     def close(self) -> None:
         """Leave the folder, and what is in it, to the next process."""
         self._lock.close()
 
+    def _files(self) -> list[tuple[Path, re.Match[str]]]:
+        """What has a page's name, sorted by that."""
+        matches = [(path, _FILE.fullmatch(path.name)) for path in sorted(self._folder.iterdir())]
+        return [(path, match) for path, match in matches if match]
+
     def _find(self, path: Path, group: int, slot: int, found: dict[bytes, KeptPage]) -> str | None:
         """Enter a file among what was ``found``, by digest; or say why not."""
-        if group >= len(self._pages) or not 0 < slot < self._pages[group]:
+        if group >= len(self._pages) or slot >= self._pages[group]:
             return "excess"
         with self._open(path) as file:
             header = None if file is None else _Header.read(file)
@@ -195,13 +207,14 @@ class DiskPool:
 
     @contextlib.contextmanager
     def _open(self, path: Path) -> Iterator[int | None]:
+        """A regular file; None for anything else, for one a pipe, at which an ordinary open waits for a writer."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             yield None
             return
         try:
-            yield file
+            yield file if stat.S_ISREG(os.fstat(file).st_mode) else None
         finally:
             os.close(file)
 

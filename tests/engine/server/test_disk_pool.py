@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from engine_shim.cache.copies import Copies
+from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.labels import Kept, Label, root_digest
+from engine_shim.cache.transfers import Place
 from engine_shim.offload.disk import DiskPool
+from engine_shim.types import CacheGroup, CacheLayout, GroupKind
 from router.wire.block_keys import block_keys, namespace_seed
 
 PAGE = bytes(range(200))
 STATE = PAGE[:50]
 MODEL = b"m" * 16
+LAYOUT = CacheLayout(2, (CacheGroup(0, GroupKind.FULL, (0,)), CacheGroup(1, GroupKind.STATE, (1,))), (8, 4))
 
 
 def open_pool(folder: Path, *, fingerprint: bytes = MODEL, pages: Sequence[int] = (8, 4)) -> DiskPool:
@@ -125,6 +130,82 @@ def test_what_is_of_no_use_is_refused_and_deleted(disk: DiskPool) -> None:
     disk, kept = again(disk, fingerprint=b"another model...")
     assert (kept.pages, kept.refused) == ((), {"foreign": 2})
     assert {path.name for path in folder.iterdir()} == {"lock", "notes.txt"}
+    disk.close()
+
+
+def test_odd_things_under_a_pages_name(disk: DiskPool, tmp_path: Path) -> None:
+    """Pipes, links and names that only look like numbers: nothing waits, follows or fails, and the rest is found."""
+    put(disk, (1, 2), [2])
+    folder, victim = disk._folder, tmp_path / "victim"
+    victim.write_text("precious")
+    os.mkfifo(folder / "0-1.page")
+    os.mkfifo(folder / "0-1.new")
+    (folder / "0-3.page").symlink_to(victim)
+    (folder / "0-4.page").symlink_to(tmp_path / "nothing")
+    (folder / "0-5.new").symlink_to(victim)
+    (folder / "0-6.page").symlink_to(folder / "0-2.page")
+    others = ["00-02.page", "0-٣.page", "0-0.page", "notes.new"]
+    for name in others:
+        (folder / name).write_bytes((folder / "0-2.page").read_bytes())
+    (folder / "lost+found").mkdir()
+    disk, kept = again(disk)
+    assert told(kept) == {("", (1, 2), 0, 2)}
+    assert kept.refused == {"damaged": 4}
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"0-2.page", "lock", "lost+found", *others}
+    assert victim.read_text() == "precious"
+    put(disk, (1, 2, 3, 4), [2, 1])
+    assert disk.load(0, 1, names((1, 2, 3, 4))[1]) == PAGE[1:] + PAGE[:1]
+    disk.close()
+
+
+def test_a_pipe_in_place_of_a_page_is_a_miss(disk: DiskPool) -> None:
+    """Also while the process runs, and with somebody at its other end who writes nothing."""
+    put(disk, (1, 2), [1])
+    path = disk._folder / "0-1.page"
+    path.unlink()
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    assert disk.load(0, 1, names((1, 2))[0]) is None
+    os.close(writer)
+
+
+@pytest.mark.parametrize("name", ["0-1.page", "0-9.new"])
+def test_a_directory_where_a_page_should_be(disk: DiskPool, name: str) -> None:
+    """Is refused in a sentence, with what is in it left as it is; once it is gone the folder is free to be used."""
+    disk.close()
+    (disk._folder / name / "inner").mkdir(parents=True)
+    with pytest.raises(OSError, match=rf"{name} is a directory, where a page's file should be$"):
+        open_pool(disk._folder)
+    assert (disk._folder / name / "inner").is_dir()
+    (disk._folder / name / "inner").rmdir()
+    (disk._folder / name).rmdir()
+    open_pool(disk._folder).close()
+
+
+def test_what_was_written_last_is_kept_longest(disk: DiskPool) -> None:
+    """Across processes as within one: the path least recently written goes first, its end before its start.
+
+    A start counts as written when the last of what hangs on it was, as no end can do without.
+    """
+    written = {}
+    for tokens, slots, seconds in [((1, 2, 3, 4), (1, 2), (100, 400)), ((1, 2, 5, 6), (1, 3), (100, 300))]:
+        put(disk, tokens, slots)
+        written.update(zip(slots, seconds, strict=True))
+    put(disk, (7, 8, 9, 9), (4, 5))
+    written.update({4: 150, 5: 200})
+    for slot, seconds in written.items():
+        os.utime(disk._folder / f"0-{slot}.page", (seconds, seconds))
+    disk, kept = again(disk)
+    copies = Copies({Place.DISK: (8, 4)}, page_tokens=2, events=EventRecorder(LAYOUT))
+    copies.adopt(kept.pages)
+    new = copies.grow("", tuple(range(20, 34)), names(range(20, 34)))
+    went = []
+    for page in new:
+        before = {copy.slot for copy in copies.shelves[Place.DISK].order[0]}
+        reserved = copies.reserve(page, Place.DISK, 0)
+        went += [reserved.slot] if reserved.slot in before else []
+    assert went == [5, 4, 3, 2, 1]
     disk.close()
 
 
