@@ -48,7 +48,7 @@ class FakeLease:
     def worker_answers(self) -> bool | None:
         return self.answers
 
-    def first_byte(self) -> None:
+    def first_byte(self, generated: Callable[[], int] | None = None) -> None:
         self.first_bytes += 1
 
     def handed(self) -> None:
