@@ -24,7 +24,7 @@ from engine_shim.events import Endpoints, EventPublisher
 from engine_shim.grammar import GrammarCompiler
 from engine_shim.model.loading import layout_for, load_decoder
 from engine_shim.model.tokenizer import ModelCard, read_card
-from engine_shim.offload.compose import BelowDevice, torch_mover
+from engine_shim.offload.compose import BelowDevice, below_device, torch_mover
 from engine_shim.offload.sim_mover import SimMover
 from engine_shim.process import Shim
 from engine_shim.runner.shadow import ShadowRunner
@@ -64,6 +64,10 @@ def build(settings: ShimSettings) -> Shim:
         bootstrap = None
         if settings.role is Role.PREFILL:
             bootstrap = undo.enter_context(_open_door(settings.host, settings.bootstrap_port))
+        try:
+            below = below_device(settings)
+        except ValueError as error:
+            raise StartError(str(error)) from error
         card = read_card(settings.model)
         layout = layout_for(
             card.config,
@@ -81,7 +85,6 @@ def build(settings: ShimSettings) -> Shim:
             raise StartError(f"max_context_tokens: {limit} exceeds the model's {card.config.max_positions}")
         new_runner = _runners(settings, card, layout)
         runners = [new_runner() for _ in publishers]
-        below = _below(settings)
         movers = [_mover(settings, layout, below, runner, undo, rank=rank) for rank, runner in enumerate(runners)]
         schedulers = [
             _scheduler(settings, card, layout, limit, plan=below.plan(layout) if below else None, mover=mover)
@@ -146,20 +149,6 @@ def _open_publishers(settings: ShimSettings, undo: ExitStack) -> list[EventPubli
         undo.callback(publisher.close)
         publishers.append(publisher)
     return publishers
-
-
-def _below(settings: ShimSettings) -> BelowDevice | None:
-    if settings.host_pool_tokens is None:
-        if settings.disk_pool is not None:
-            raise StartError("disk_pool: pages go to disk by way of the host; host_pool_tokens is needed too")
-        return None
-    return BelowDevice(
-        host_tokens=settings.host_pool_tokens,
-        disk_folder=settings.disk_pool,
-        disk_tokens=settings.disk_pool_tokens or 4 * settings.host_pool_tokens,
-        policy=settings.write_policy,
-        piece_tokens=settings.piece_tokens,
-    )
 
 
 def _mover(

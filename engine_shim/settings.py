@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine_shim.cache.transfers import WritePolicy
 from engine_shim.types import WindowTails
@@ -185,6 +185,13 @@ class ShimSettings(BaseModel):
     def drafts(self) -> DraftKind | None:
         """Who proposes drafts, if anybody does."""
         return None if self.speculative is None else DraftKind(self.speculative.partition(":")[0])
+    @field_validator("disk_pool", mode="before")
+    @classmethod
+    def _names_a_directory(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("an empty text names no directory")
+        return value
+
 
     @property
     def draft_tokens(self) -> int:

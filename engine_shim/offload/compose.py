@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine_shim.cache.transfers import BackgroundMover, WritePolicy
 from engine_shim.schedule.transit import OffloadPlan
+from engine_shim.settings import ShimSettings
 from engine_shim.types import CacheLayout
 
 if TYPE_CHECKING:
@@ -32,6 +33,24 @@ class BelowDevice:
             policy=self.policy,
             piece_pages=max(1, self.piece_tokens // layout.page_tokens),
         )
+
+
+def below_device(settings: ShimSettings) -> BelowDevice | None:
+    """None if nothing is kept below the device. Raises ``ValueError`` for a setting without what it is about."""
+    if settings.disk_pool_tokens is not None and settings.disk_pool is None:
+        raise ValueError("disk_pool_tokens: there is no disk_pool")
+    if settings.host_pool_tokens is None:
+        for name in ("disk_pool", "write_policy", "piece_tokens"):
+            if name in settings.model_fields_set and getattr(settings, name) is not None:
+                raise ValueError(f"{name}: pages are copied to the host first; host_pool_tokens is needed too")
+        return None
+    return BelowDevice(
+        host_tokens=settings.host_pool_tokens,
+        disk_folder=settings.disk_pool,
+        disk_tokens=settings.disk_pool_tokens or 4 * settings.host_pool_tokens,
+        policy=settings.write_policy,
+        piece_tokens=settings.piece_tokens,
+    )
 
 
 def torch_mover(runner: TorchRunner, plan: OffloadPlan, *, folder: Path | None) -> BackgroundMover:

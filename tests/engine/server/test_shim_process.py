@@ -33,6 +33,7 @@ def finished(*options: str) -> tuple[int, str, str]:
         ("--speculative", "ngram:0", "speculative"),
         ("--sim-prefill-rate", "0", "sim_prefill_rate"),
         ("--port", "70000", "port"),
+        ("--disk-pool", "", "disk_pool"),
     ],
 )
 def test_bad_values_name_the_key(option: str, value: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +77,11 @@ def test_bad_environment_names_the_variable(
         ({"max_context_tokens": 99_999_999}, "max_context_tokens: 99999999 exceeds the model's 131072"),
         ({"window_pool_tokens": 16}, "window_pool_tokens: "),
         ({"window_tails": "ring", "role": "prefill"}, "window_tails: what is in a ring is not handed over"),
+        ({"disk_pool": "below"}, "disk_pool: pages are copied to the host first; host_pool_tokens is needed too"),
+        ({"write_policy": "back"}, "write_policy: pages are copied to the host first"),
+        ({"piece_tokens": 64}, "piece_tokens: pages are copied to the host first"),
+        ({"disk_pool_tokens": 4096}, "disk_pool_tokens: there is no disk_pool"),
+        ({"disk_pool_tokens": 4096, "host_pool_tokens": 4096}, "disk_pool_tokens: there is no disk_pool"),
         ({"speculative": "ngram:4"}, "speculative: a timing model"),
         ({"speculative": "draft:2", "runner": "torch"}, "speculative: the model has no draft head"),
     ],
