@@ -181,10 +181,6 @@ class ShimSettings(BaseModel):
     )
     log_level: LogLevel = Field(LogLevel.INFO, description="Least serious line that is logged.")
 
-    @property
-    def drafts(self) -> DraftKind | None:
-        """Who proposes drafts, if anybody does."""
-        return None if self.speculative is None else DraftKind(self.speculative.partition(":")[0])
     @field_validator("disk_pool", mode="before")
     @classmethod
     def _names_a_directory(cls, value: object) -> object:
@@ -192,6 +188,10 @@ class ShimSettings(BaseModel):
             raise ValueError("an empty text names no directory")
         return value
 
+    @property
+    def drafts(self) -> DraftKind | None:
+        """Who proposes drafts, if anybody does."""
+        return None if self.speculative is None else DraftKind(self.speculative.partition(":")[0])
 
     @property
     def draft_tokens(self) -> int:
