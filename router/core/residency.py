@@ -195,7 +195,7 @@ class Residency(Blocks):
         """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
         if not event.hashes:
             rank.keeps_all[event.group] = False
-        elif event.is_dense and len(event.hashes) > rank.rules[event.group].needed:
+        elif event.is_dense and len(event.hashes) > 2 * rank.rules[event.group].needed:  # ends and forks are two places
             rank.keeps_all.setdefault(event.group, True)
 
     def _store_lower(self, slot: int, event: BlockStored) -> None:

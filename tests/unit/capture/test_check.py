@@ -39,7 +39,7 @@ def captured(name: str) -> Path:
         ("own-vllm-qwen3-late-join", 78, 74),
         ("own-vllm-gemma3-late-join", 78, 74),
         ("own-vllm-gemma3-reports", 78, 77),
-        ("own-vllm-gemma3-small-pool", 84, 62),
+        ("own-vllm-gemma3-small-pool", 84, 76),
         ("own-vllm-qwen3-bytes96", 83, 82),
         ("own-vllm-qwen3-full-pool", 82, 77),
         ("own-sglang-qwen3-full-pool", 83, 82),
