@@ -19,8 +19,8 @@ from router.core.forecast import MAX_PENDING, Allocation
 from router.core.shared_forecast import Block, SharedForecast
 from router.core.usable import Rule
 
-#: With more blocks than this to be taken, nothing is foretold: it would take too long.
-MAX_TAKEN = 16384
+#: With more blocks than this to be taken, nothing is foretold: it would take more than some milliseconds.
+MAX_TAKEN = 2048
 
 
 @dataclass(slots=True, eq=False)
