@@ -10,9 +10,16 @@ from engine_shim.cache.transfers import Place, moves_of
 from engine_shim.schedule.flights import Flights
 from engine_shim.schedule.transit import Flight, OffloadCounters, OffloadPlan
 
+#: Pieces that are let pass after failures in a row, at most.
+_LONGEST_PAUSE = 32
+
 
 class Spills:
-    """Copies from host to disk, a piece at a time, and from disk to host as they are asked for."""
+    """Copies from host to disk, a piece at a time, and from disk to host as they are asked for.
+
+    A disk that takes nothing, as a full one, is left in peace: after one failure, two, three in a row what waits and
+    1, 2, 4 pieces more stay on the host alone.
+    """
 
     def __init__(self, copies: Copies, flights: Flights, *, plan: OffloadPlan, counters: OffloadCounters) -> None:
         self._copies = copies
@@ -21,11 +28,18 @@ class Spills:
         self._counters = counters
         self._unspilled: deque[Copy] = deque()
         self._spilling = False
+        self._pause = self._passing = 0
 
     def landed(self, flight: Flight, *, whole: bool) -> None:
         """What has arrived on the host goes on to disk, and when a piece has been written the next one follows."""
         if flight.writes and flight.writes[0].place is Place.DISK:
             self._spilling = False
+            self._pause = 0 if whole else min(2 * self._pause or 1, _LONGEST_PAUSE)
+            self._passing = self._pause
+            if not whole:
+                self._unspilled.clear()
+        elif flight.writes and whole and self._passing:
+            self._passing -= 1
         elif whole:
             self._unspilled.extend(flight.writes)
         pairs: list[tuple[Copy, Copy]] = []
