@@ -184,6 +184,7 @@ class _Generation(HandoverFields, kw_only=True, frozen=True):
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     routed_dp_rank: int | None = None
+    priority: int | None = None
     return_token_ids: bool | None = None
 
     @property
@@ -371,3 +372,13 @@ def wanted_rank(headers: Mapping[str, str], body_rank: int | None, *, ranks: int
     if rank is not None and not 0 <= rank < ranks:
         raise ApiError(f"data_parallel_rank {rank} is out of range [0, {ranks}).", param=param)
     return rank
+
+
+def wanted_priority(headers: Mapping[str, str], body_priority: int | None) -> int:
+    """The priority of a request, lower is earlier; as in vLLM header before body, and no header that is not a number.
+
+    Raises ``ApiError`` for a number of more than 64 bits.
+    """
+    header = headers.get("x-vllm-priority", "").strip()
+    wanted = int(header) if re.fullmatch(r"[+-]?\d{1,19}", header) else body_priority
+    return int(_within("priority", wanted, 0, low=-(1 << 63), high=(1 << 63) - 1))

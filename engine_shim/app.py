@@ -193,6 +193,7 @@ def _scheduler(
             max_context_tokens=limit,
             eos_token_ids=frozenset(card.eos_token_ids),
             draft_tokens=settings.draft_tokens,
+            policy=settings.scheduling_policy,
             offload=plan,
             mover=mover,
         )

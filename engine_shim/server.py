@@ -190,7 +190,7 @@ class ShimApi:
         requests = [self._request(asked, ids, max_tokens, choice) for ids in prompts for choice in range(choices)]
         structure = await structure_of(asked, self.model.grammars, answers=len(requests))
         for item, constraint in zip(requests, structure.constraints, strict=True):
-            item.constraint = constraint
+            item.constraint, item.priority = constraint, api.wanted_priority(request.headers, asked.priority)
         stops = asked.stops
         engine = self._ranks.choose(wanted)
         generation = Generation(

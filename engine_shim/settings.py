@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine_shim.cache.transfers import WritePolicy
-from engine_shim.types import WindowTails
+from engine_shim.types import SchedulingPolicy, WindowTails
 
 ENV_PREFIX = "HOMING_SHIM__"
 _Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -160,6 +160,10 @@ class ShimSettings(BaseModel):
     )
     max_running: _Positive = Field(64, description="Requests in one batch.")
     chunk_tokens: _Positive = Field(512, description="Tokens computed by one step.")
+    scheduling_policy: SchedulingPolicy = Field(
+        SchedulingPolicy.FCFS,
+        description="Who is admitted first and preempted last. fcfs: who came first; priority: as requests ask.",
+    )
     speculative: str | None = Field(
         None,
         pattern=r"^(ngram|draft):([1-9]|1\d|20)$",

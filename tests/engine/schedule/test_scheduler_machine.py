@@ -53,7 +53,6 @@ class WatchedScheduler(Scheduler):
     """A scheduler whose choices are looked at. Requests are named by their number, so names tell who came first."""
 
     watched_policy = SchedulingPolicy.FCFS
-    preempted_by_priority = 0
 
     def place(self, entry: Entry) -> tuple[int, int]:
         """Where vLLM would have a request: who has the lower place goes first."""
@@ -61,9 +60,7 @@ class WatchedScheduler(Scheduler):
         return (entry.request.priority if by_priority else 0, int(entry.request.id))
 
     def _preempt(self, entry: Entry) -> None:
-        places = [self.place(other) for other in self._running]
-        assert self.place(entry) == max(places), "somebody less important runs on"
-        self.preempted_by_priority += int(entry.request.id) < max(number for _, number in places)
+        assert self.place(entry) == max(map(self.place, self._running)), "somebody less important runs on"
         super()._preempt(entry)
 
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
