@@ -29,7 +29,8 @@ BREAKS_EARLY: Script = (0.005, Move.RESET)
 async def _world(*scripts: list[Script]) -> AsyncIterator[tuple[FleetRig, list[FaultWorker]]]:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(FaultWorker(list(script))) for script in scripts]
-        world = FleetRig(*(worker.port for worker in workers))
+        # No worker here is slow, but the machine may be.
+        world = FleetRig(*(worker.port for worker in workers), first_byte_seconds=30.0)
         await world.start()
         try:
             yield world, workers
