@@ -10,12 +10,12 @@ import os
 
 from setuptools import setup
 
-#: What runs for each request, and for each cache event. Left out are what msgspec reads
-#: annotations of, and ``eager``, whose coroutine must be an interpreted one.
+#: What runs for each request, and for each cache event. Left out are what msgspec reads annotations of, ``core/types``,
+#: which the simulator derives from, and ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
         "breaker cost draining fair_queue forecast index keys load namespaces pace pd policy provisional radix_pool "
-        "rank_state recency retry ring seen session tables types usable"
+        "rank_state recency retry ring seen session tables usable"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
