@@ -68,7 +68,8 @@ _CREDENTIAL = re.compile(r"auth|token|key|secret|passw|cookie|credential|signatu
 _VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-]+-session-id$")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 #: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
-_VOLATILE_LINE = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+_VOLATILE_NAME = "x-anthropic-billing-header:"
+_VOLATILE_LINE = re.compile(rf"^{_VOLATILE_NAME}[^\n]*\n?", re.MULTILINE)
 
 
 def is_credential(header: str) -> bool:
@@ -167,7 +168,12 @@ def _text(content: object) -> str:
     """The text of a message, its parts kept apart, without volatile lines."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str) else (content,)
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
-    return "\x02".join(_VOLATILE_LINE.sub("", text) for text in texts if isinstance(text, str))
+    return "\x02".join(map(_steady, (text for text in texts if isinstance(text, str))))
+
+
+def _steady(text: str) -> str:
+    # The expression is tried at every character, and hardly any text has the name in it.
+    return _VOLATILE_LINE.sub("", text) if _VOLATILE_NAME in text else text
 
 
 def _clean(value: str) -> str:
