@@ -85,7 +85,8 @@ class Arrival:
         self._timer: asyncio.TimerHandle | None = None
         self._held: Prepared | None = None
         #: What is done when there is room for it.
-        self._send_on: Callable[[], None] = self._send
+        #: What is called in place of ``_send``, which would tie the request to itself until a collection.
+        self._send_on: Callable[[], None] | None = None
 
     def begin(self) -> None:
         """Take it on."""
@@ -210,7 +211,7 @@ class Arrival:
             gate.come_back()
             self._exchange.on_finish = gate.leave
         self._stop()
-        self._guarded(self._send_on)
+        self._guarded(self._send_on or self._send)
 
     def _send(self) -> None:
         prepared, forwarder = self._held, self._arrivals.forwarder

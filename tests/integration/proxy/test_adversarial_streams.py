@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from collections import Counter
@@ -36,6 +37,30 @@ async def _world(*scripts: list[Script]) -> AsyncIterator[tuple[FleetRig, list[F
             yield world, workers
         finally:
             await world.plane.drain(0)
+
+
+async def test_a_request_leaves_no_garbage_behind() -> None:
+    """Nothing that only a collection would free: at thousands of requests a second those would stop the router."""
+    async with _world([(0.0, *STREAM)]) as (world, _):
+        client = await world.connect()
+        for stream in (False, True, False, True):  # what is made once has been made
+            await client.send({**ASK, "stream": stream}, headers={"x-session-id": "s"})
+            await client.answer()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for stream in (False, True, False, True):
+                await client.send({**ASK, "stream": stream}, headers={"x-session-id": "s"})
+                await client.answer()
+            gc.collect()
+            left = Counter(type(found).__module__ + "." + type(found).__name__ for found in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        await client.close()
+    assert not [name for name in left if name.startswith("router.")]
 
 
 # --- 10: a fifth of the clients leave -----------------------------------------------------------------
