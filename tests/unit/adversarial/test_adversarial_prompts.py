@@ -26,7 +26,7 @@ from router.core.types import (
 from router.proxy.types import Outcome
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.openai import Endpoint, parse_request
-from tests.unit.proxy.test_brain import BLOCK, World
+from tests.fakes.brain_world import BLOCK, World
 
 SYSTEM = list(range(100, 100 + 40 * BLOCK))
 TURN = list(range(5000, 5000 + 4 * BLOCK))

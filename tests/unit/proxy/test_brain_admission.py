@@ -13,7 +13,7 @@ from router.proxy.holding import HeldRequest
 from router.proxy.prepared import PreparedRequest
 from router.proxy.types import Attempt, Outcome
 from router.wire.usage import Usage
-from tests.unit.proxy.test_brain import BLOCK, World, prompt_of
+from tests.fakes.brain_world import BLOCK, World, prompt_of
 
 
 def world_of(ranks: int, **settings: Any) -> World:

@@ -6,7 +6,7 @@ import pytest
 
 from router.core.types import RankStatus, Reason
 from router.proxy.types import Attempt, Outcome
-from tests.unit.proxy.test_brain import World, prompt_of
+from tests.fakes.brain_world import World, prompt_of
 
 
 def finish(attempt: Attempt) -> None:

@@ -21,7 +21,7 @@ from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored, EventBatch
 from router.wire.openai import Endpoint, parse_request
 from router.wire.usage import Usage
-from tests.unit.proxy.test_brain import BLOCK, TOKENIZER
+from tests.fakes.brain_world import BLOCK, TOKENIZER
 
 PROMPT = list(range(100, 1100))
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE

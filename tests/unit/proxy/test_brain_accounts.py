@@ -1,0 +1,239 @@
+"""The accounts that the brain keeps of promises, and prompts that it knows as text only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_shim.model.needle_text import filler
+from router.core.types import RankStatus, Reason
+from router.proxy.promises import PROVISIONAL_SECONDS
+from router.proxy.tokenization import PromptTokenizer
+from router.proxy.types import Outcome
+from router.settings import Policy
+from router.wire.openai import Endpoint, parse_request
+from router.wire.usage import Usage
+from tests.fakes.brain_world import BLOCK, FILES, TOKENIZER, World, prompt_of
+
+# --- accounts ---------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_promised_is_compared_with_what_was() -> None:
+    """Three requests of 100 tokens on one rank: cold as foretold; 96 foretold and found; 96 foretold, 32 found."""
+    world = World(ranks=1)
+    for found in (0, 96, 32):
+        (await world.ask(prompt_of(100))).lease.close(Outcome.OK, Usage(100, 7, found))
+
+    names = ("prompt_tokens", "cached_tokens", "predicted_cached_tokens", "best_cached_tokens", "ideal_cached_tokens")
+    assert [world.rank_sample(f"{name}_total", 0) for name in names] == [300, 128, 192, 192, 192]
+    labels = {"worker": "w0", "rank": "0"}
+    missed = [world.sample("mispredicted_requests_total", **labels, direction=name) for name in ("over", "under")]
+    assert missed == [1, 0]
+    assert world.fleet.member(0).trust.ratio == pytest.approx(1 - 0.1 * (1 - 32 / 96))
+
+
+async def test_the_best_rank_is_counted_beside_the_chosen() -> None:
+    """Taken in turn, the second request goes where 32 tokens lie, though 96 lie elsewhere; a rank that is down holds
+    nothing that counts."""
+    world = World(ranks=2, policy=Policy.ROUND_ROBIN)
+    world.publish(0, prompt_of(96))
+    world.publish(1, prompt_of(32))
+    prepared = await world.prepare(prompt_of(100))
+    decisions = []
+    for _ in range(2):
+        attempt = world.brain.choose(prepared)
+        attempt.lease.close(Outcome.OK, Usage(100, 1, attempt.decision.expected_cached_tokens))
+        decisions.append(attempt.decision)
+    world.fleet.set_status(0, RankStatus.DOWN)
+    world.now += PROVISIONAL_SECONDS
+    decisions.append(world.brain.choose(prepared).decision)
+
+    assert [(each.slot, each.expected_cached_tokens, each.best_cached_tokens) for each in decisions] == [
+        (0, 96, 96),
+        (1, 32, 96),
+        (1, 32, 32),
+    ]
+    names = ("predicted_cached_tokens_total", "best_cached_tokens_total")
+    assert [world.rank_sample(name, 1) for name in names] == [32, 96]
+
+
+@pytest.mark.parametrize(("outcome", "usage"), [(Outcome.RESET, Usage(100, 7, 0)), (Outcome.OK, None)])
+async def test_without_a_whole_answer_nothing_is_compared(outcome: Outcome, usage: Usage | None) -> None:
+    """Neither a broken answer nor one without usage judges a rank."""
+    world = World(ranks=1)
+    world.publish(0, prompt_of(96))
+    (await world.ask(prompt_of(100))).lease.close(outcome, usage)
+
+    assert world.rank_sample("prompt_tokens_total", 0) == 0
+    assert world.fleet.member(0).trust.ratio == 1.0
+
+
+async def test_an_engine_that_does_not_tell_reuse_is_not_judged() -> None:
+    """``cached_tokens`` absent is not zero."""
+    world = World(ranks=1)
+    world.publish(0, prompt_of(96))
+    (await world.ask(prompt_of(100))).lease.close(Outcome.OK, Usage(100, 7, None))
+
+    assert world.fleet.member(0).trust.ratio == 1.0
+
+
+@pytest.mark.parametrize(("said", "counted"), [((-5, -5), (0, 0)), ((100, 900), (100, 100)), ((100, -1), (100, 0))])
+async def test_impossible_usage_breaks_nothing(said: tuple[int, int], counted: tuple[int, int]) -> None:
+    """A worker may report what it likes: counters only grow, and reuse is at most the prompt."""
+    world = World(ranks=1)
+    (await world.ask(prompt_of(100))).lease.close(Outcome.OK, Usage(said[0], 1, said[1]))
+
+    assert (world.rank_sample("prompt_tokens_total", 0), world.rank_sample("cached_tokens_total", 0)) == counted
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.integers(0, 15), st.sampled_from("mn")),
+        min_size=1,
+        max_size=10,
+    )
+)
+async def test_the_ideal_is_what_an_endless_cache_would_reuse(prompts: list[tuple[list[int], int, str]]) -> None:
+    """Whole blocks shared with any earlier prompt of the model, at most all but the last token: found pair by pair."""
+    world = World(ranks=1)
+    world.add("other", models=frozenset({"n"}))
+    world.brain.set_tokenizer("n", TOKENIZER)
+    earlier: list[tuple[list[int], str]] = []
+    for blocks, rest, model in prompts:
+        tokens = [token for block in blocks for token in [block] * BLOCK] + [9] * rest
+        shared = [0]
+        for other, its_model in earlier:
+            if its_model == model:
+                same = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None)
+                shared.append(min(len(tokens), len(other)) if same is None else same)
+        expected = min(max(shared) // BLOCK, (len(tokens) - 1) // BLOCK) * BLOCK
+        earlier.append((tokens, model))
+
+        assert (await world.prepare(tokens, model=model)).ideal_tokens == expected
+
+
+async def test_an_empty_prompt_is_served_like_any_other() -> None:
+    """No token, no block, no negative count."""
+    world = World(ranks=1)
+    attempt = await world.ask("")
+    attempt.lease.first_byte()
+    attempt.lease.close(Outcome.OK, Usage(0, 1, 0))
+
+    assert (attempt.decision.expected_cached_tokens, world.rank_sample("ideal_cached_tokens_total", 0)) == (0, 0)
+
+
+async def test_how_prompts_were_keyed_is_counted() -> None:
+    """By tokens where a tokenizer has a say, by text where it has none: of several prompts there is no single chain."""
+    world = World(ranks=1)
+    await world.prepare([1, 2])
+    await world.prepare(["two " * 100, "prompts " * 100])
+
+    assert (world.sample("prompts_total", keyed="tokens"), world.sample("prompts_total", keyed="text")) == (1, 1)
+
+
+async def test_a_long_body_is_keyed_as_a_short_one() -> None:
+    """Tokenized beside the event loop, with the same result."""
+    world = World(ranks=1)
+    messages = [{"role": "user", "content": filler(30_000, seed=3)}]
+    long = await world.prepare(messages)
+
+    direct = PromptTokenizer.from_files(*FILES)
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    assert len(body) > 64 * 1024
+    assert long.tokens == direct.encode(parse_request(Endpoint.CHAT, body))
+
+
+# --- without a tokenizer -------------------------------------------------------------------------------------------
+
+
+async def test_text_keeps_a_conversation_on_its_rank() -> None:
+    """Growing prompts without a session follow their text, while others' text goes by load."""
+    world = World(ranks=6, tokens=False)
+    homes = {}
+    for turn in range(1, 6):
+        for name in ("a", "b", "c"):
+            attempt = await world.ask("".join(f"{name} says {filler(400, seed=part)}" for part in range(turn)))
+            attempt.lease.first_byte()
+            attempt.lease.close(Outcome.OK, None)
+            world.now += 1.0
+            assert attempt.decision.reason is (Reason.COLD if turn == 1 else Reason.PREFIX)
+            assert homes.setdefault(name, attempt.decision.slot) == attempt.decision.slot
+    assert len(set(homes.values())) == 3
+
+
+async def test_text_is_counted_in_blocks_of_256_bytes_as_64_tokens() -> None:
+    """A prompt of 1,000 letters is 1,002 bytes as JSON: 3 whole blocks, 192 tokens of them."""
+    world = World(ranks=1, tokens=False)
+    await world.ask("x" * 1000)
+
+    assert (await world.ask("x" * 1000)).decision.expected_cached_tokens == 192
+
+
+async def test_a_text_never_promises_all_of_a_prompt() -> None:
+    """JSON written anew may be longer than the body was: 1e300 takes more room written out."""
+    world = World(ranks=1, tokens=False)
+    message = {"role": "user", "content": "x", "numbers": [10**15] * 100}
+    raw = json.dumps({"model": "m", "messages": [message]}, separators=(",", ":")).replace("1000000000000000", "1e15")
+    request = parse_request(Endpoint.CHAT, raw.encode())
+    for _ in range(2):
+        attempt = world.brain.choose(await world.brain.prepare(request, {}, tenant="t"))
+
+    assert 0 < attempt.decision.expected_cached_tokens < len(raw) // 4
+    assert world.rank_sample("rank_waiting_tokens", 0) > 0
+
+
+@pytest.mark.parametrize("change", ["messages", "tools", "cache_salt"])
+async def test_other_text_has_other_keys(change: str) -> None:
+    """Messages, tools and salt are all part of what a prefix is."""
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "word " * 200}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "cache_salt": "a",
+    }
+    other = {
+        "messages": [{"role": "system", "content": "word " * 200}],
+        "tools": [{"type": "function", "function": {"name": "g"}}],
+        "cache_salt": "b",
+    }
+    world = World(ranks=1, tokens=False)
+    keys = []
+    for values in (fields, dict(fields), {**fields, change: other[change]}):
+        messages = values.pop("messages")
+        keys.append(list((await world.prepare(messages, **values)).text_keys))
+
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[0][0] != keys[2][0]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("spoken", "counts"), [(0, True), (1, True), (2, False)])
+async def test_the_next_turn_tells_what_the_answer_left_behind(spoken: int, *, counts: bool) -> None:
+    """Before any event: the answer's blocks count once its text is back, ended by as many tokens as it had.
+
+    ``spoken`` tokens more than the text has were reported: the end-of-turn token may be among them, others not.
+    """
+    world = World(ranks=1)
+    world.brain.set_tokenizer("m", PromptTokenizer.from_files(FILES[0], {"chat_template": CHATML}))
+    answer = "the house by the river stood open all day and " * 8
+    first = [{"role": "user", "content": "go on for a while " * 10}]
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "and then"}]
+    length = len((await world.prepare(first)).tokens or ())
+    said = len(TOKENIZER._tokenizer.encode(answer, add_special_tokens=False).ids)
+
+    attempt = await world.ask(first, session="s")
+    attempt.lease.close(Outcome.OK, Usage(length, said + spoken, 0))
+    world.now += 0.1
+    expected = (await world.ask(second, session="s")).decision.expected_cached_tokens
+
+    computed = length + said + spoken - 1  # the last token's own keys and values are never computed
+    assert expected == (computed if counts else length) // BLOCK * BLOCK

@@ -1,0 +1,184 @@
+"""What the brain expects of ranks: promises, sessions, and who can serve at all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.core.types import RankStatus, Reason
+from router.errors import NotFound, NoWorker
+from router.proxy.promises import PROVISIONAL_SECONDS
+from router.proxy.types import Outcome
+from tests.fakes.brain_world import FAILURES, World, prompt_of
+
+# --- promises ----------------------------------------------------------------------------------------------
+
+
+async def test_the_same_prompt_at_once_is_expected_on_the_same_rank() -> None:
+    """100 tokens hold 6 whole blocks; no event has come yet."""
+    world = World(ranks=4)
+    first = await world.ask(prompt_of(100), "s")
+    second = await world.ask(prompt_of(100), "s")
+
+    assert (first.decision.expected_cached_tokens, second.decision.expected_cached_tokens) == (0, 96)
+    assert (second.decision.slot, second.decision.reason) == (first.decision.slot, Reason.HOME)
+
+
+async def test_a_prompt_of_whole_blocks_keeps_one_token_to_compute() -> None:
+    """96 tokens are 6 blocks, of which 5 can be reused."""
+    world = World(ranks=1)
+    await world.ask(prompt_of(96))
+
+    assert (await world.ask(prompt_of(96))).decision.expected_cached_tokens == 80
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
+async def test_a_failure_takes_its_promise_back_at_once(outcome: Outcome) -> None:
+    """Whatever the failure was, nothing will be there."""
+    world = World()
+    attempt = await world.ask(prompt_of(100))
+    attempt.lease.close(outcome, None)
+
+    assert await world.promised(prompt_of(100)) == {}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.CLIENT_GONE])
+async def test_a_promise_outlives_its_request_by_the_lag_of_events(outcome: Outcome) -> None:
+    """However long the request ran; then events speak alone."""
+    world = World()
+    attempt = await world.ask(prompt_of(100))
+    slot = attempt.decision.slot
+    world.now += 500.0
+    attempt.lease.close(outcome, None)
+    for waited, expected in ((PROVISIONAL_SECONDS - 0.1, {slot: 96}), (0.2, {})):
+        world.now += waited
+        (await world.ask([1])).lease.close(Outcome.CONNECT, None)
+        assert await world.promised(prompt_of(100)) == expected
+
+
+async def test_events_confirm_a_promise() -> None:
+    """What the rank announced stays when the promise ends."""
+    world = World()
+    attempt = await world.ask(prompt_of(100))
+    world.publish(attempt.decision.slot, prompt_of(64))
+    attempt.lease.close(Outcome.RESET, None)
+
+    assert await world.promised(prompt_of(100)) == {attempt.decision.slot: 64}
+
+
+async def test_a_promise_does_not_lean_on_another_that_may_break() -> None:
+    """Two requests share a head that neither has computed; the first fails, and the second computes all of it."""
+    world = World(ranks=1)
+    first = await world.ask(prompt_of(100))
+    await world.ask(prompt_of(200))
+    first.lease.close(Outcome.RESET, None)
+    assert await world.promised(prompt_of(200)) == {0: 192}
+
+
+async def test_salts_divide_the_cache() -> None:
+    """The same tokens under another salt are other blocks."""
+    world = World(ranks=1)
+    await world.ask(prompt_of(100), cache_salt="a")
+
+    assert (await world.ask(prompt_of(100), cache_salt="b")).decision.expected_cached_tokens == 0
+    assert (await world.ask(prompt_of(100), cache_salt="a")).decision.expected_cached_tokens == 96
+
+
+# --- sessions -----------------------------------------------------------------------------------------------
+
+
+async def test_first_requests_of_one_session_bind_once() -> None:
+    """Sent together they have one home, though nothing is cached and others are idle."""
+    world = World(ranks=8)
+    attempts = [await world.ask(prompt_of(600 + number), "s") for number in range(3)]
+
+    assert len({attempt.decision.slot for attempt in attempts}) == 1
+    assert len(world.fleet.sessions) == 1
+
+
+async def test_configured_headers_name_the_session_first() -> None:
+    """The operator's own, in the spelling of the settings."""
+    world = World(session_headers=("X-My-Agent",))
+    prepared = await world.prepare([1], {"x-my-agent": "a", "x-session-id": "b"})
+
+    assert prepared.session is not None
+    assert (prepared.session.tenant, prepared.session.session) == ("t", "a")
+
+
+# --- who can serve --------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_nobody_serves_does_not_exist() -> None:
+    """404 with the model's name; 503 while there is no worker at all."""
+    with pytest.raises(NotFound, match="'other'") as refusal:
+        await World().prepare([1], model="other")
+    assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+
+    with pytest.raises(NoWorker, match="registered"):
+        await World(ranks=0).prepare([1])
+
+
+async def test_a_rank_that_is_not_ready_takes_nothing_new() -> None:
+    """Not while it starts, is down, or is drained; a drained one keeps its own sessions."""
+    world = World(ranks=1)
+    (await world.ask([1, 2], "mine")).lease.close(Outcome.OK, None)
+    assert world.brain.ready()
+    for status in (RankStatus.PENDING, RankStatus.DOWN, RankStatus.DRAINING):
+        world.fleet.set_status(0, status)
+        assert not world.brain.ready()
+        with pytest.raises(NoWorker, match="ready for 'm'"):
+            await world.ask([1, 2], "other")
+
+    assert (await world.ask([1, 2], "mine")).decision.slot == 0
+
+
+async def test_ranks_that_failed_are_left_out() -> None:
+    """The next attempts go elsewhere and say so, until nobody is left."""
+    world = World(ranks=3)
+    prepared = await world.prepare(prompt_of(100))
+    failed: frozenset[int] = frozenset()
+    reasons = []
+    for _ in range(3):
+        attempt = world.brain.choose(prepared, exclude=failed)
+        attempt.lease.close(Outcome.CONNECT, None)
+        assert attempt.decision.slot not in failed
+        reasons.append(attempt.decision.reason)
+        failed |= {attempt.decision.slot}
+
+    assert reasons == [Reason.COLD, Reason.RETRY, Reason.RETRY]
+    with pytest.raises(NoWorker, match="No other worker"):
+        world.brain.choose(prepared, exclude=failed)
+
+
+async def test_models_and_aliases() -> None:
+    """The list is the union of what workers serve; an alias means its model."""
+    world = World(ranks=1)
+    world.add("big", models=frozenset({"m", "large"}))
+    world.brain.set_alias("gpt", "m")
+
+    assert [card["id"] for card in json.loads(world.brain.model_list())["data"]] == ["gpt", "large", "m"]
+    assert (await world.prepare([1], model="gpt")).model == "m"
+
+
+async def test_a_rank_may_leave_while_it_serves() -> None:
+    """Its requests end without an error, and the rank that gets its slot begins with nothing."""
+    world = World(ranks=1)
+    attempts = [await world.ask(prompt_of(100), "s") for _ in range(3)]
+    attempts[0].lease.first_byte()
+    world.fleet.remove_rank(0)
+    world.add("w0")
+    assert await world.promised(prompt_of(100)) == {}
+
+    mine = await world.ask(prompt_of(100), "s")
+    attempts[1].lease.first_byte()
+    for attempt in attempts:
+        attempt.lease.close(Outcome.RESET, None)
+    load = world.fleet.member(0).load
+    assert (load.inflight, load.inflight_tokens, load.waiting, load.waiting_tokens) == (1, 100, 1, 100)
+    assert await world.promised(prompt_of(100)) == {0: 96}
+
+    world.now += 1e6  # far beyond idleness: the request that runs keeps its session
+    assert (await world.ask(prompt_of(100), "s")).decision.reason is Reason.ONLY
+    assert len(world.fleet.sessions) == 1
+    mine.lease.close(Outcome.OK, None)
