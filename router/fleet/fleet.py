@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from prometheus_client import Gauge
-
-from router.core.breaker import BreakerParameters, Breakers, BreakerState
+from router.core.breaker import BreakerParameters, Breakers
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
@@ -33,6 +31,7 @@ from router.core.types import (
     SessionKey,
 )
 from router.core.usable import Geometry
+from router.fleet.gauges import unwatch, watch
 from router.fleet.member import HeldBack, Member, RankInfo
 from router.fleet.shared import Embedded, SharedState
 from router.fleet.target import ModelCard, Target
@@ -131,7 +130,7 @@ class Fleet:
         self._slots[rank_id] = slot
         if block_tokens is not None:
             self._join_index(member, block_tokens)
-        self._watch(member)
+        watch(member, metrics=self._metrics, breaker=lambda: self.breakers.state(slot, now=self.clock()))
         self._publish()
         return slot
 
@@ -148,8 +147,7 @@ class Fleet:
         self.sessions.forget_slot(slot)
         self.prompts.forget_slot(slot)
         self.texts.forget(slot)
-        for gauge in self._gauges():
-            gauge.remove(*member.labels)
+        unwatch(member, metrics=self._metrics)
         self._publish()
 
     def set_status(self, slot: int, status: RankStatus) -> None:
@@ -183,13 +181,23 @@ class Fleet:
     # --- other replicas -----------------------------------------------------------------------------
 
     def home(
-        self, model: str, session: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
+        self,
+        model: str,
+        session: SessionKey,
+        *,
+        now: float,
+        held: Mapping[int, int] = MappingProxyType({}),
+        is_prefill: bool = False,
     ) -> int | None:
         """The slot of a rank that served this session, here or at another replica: see ``SessionTable.home``."""
-        elsewhere = self.shared.home(model, session)
+        table, elsewhere = self.homes(is_prefill=is_prefill), self.shared.home(model, session, is_prefill=is_prefill)
         if elsewhere is not None and (slot := self._slots.get(elsewhere.rank)) is not None:
-            self.sessions.adopt(model, session, slot=slot, used_at=elsewhere.used_at, now=now)
-        return self.sessions.home(model, session, now=now, held=held)
+            table.adopt(model, session, slot=slot, used_at=elsewhere.used_at, now=now)
+        return table.home(model, session, now=now, held=held)
+
+    def homes(self, *, is_prefill: bool) -> SessionTable:
+        """Where it is noted which rank a session used last, for its prompts to be computed or to be answered."""
+        return self.prompts if is_prefill else self.sessions
 
     def set_elsewhere(self, rank_id: RankId, load: RankLoad) -> None:
         """What the other replicas have on a rank; one that is not known here does not matter."""
@@ -322,7 +330,7 @@ class Fleet:
                 prefill_tokens_per_second=1.0 / (member.pace.factor * member.pace.token_seconds),
                 trust_ratio=member.trust.ratio,
                 breaker=self.breakers.state(member.slot, now=self.clock()),
-                resident_blocks=_blocks(member),
+                resident_blocks=member.blocks,
                 block_tokens=member.block_tokens,
                 pool_tokens=member.pool_tokens,
             )
@@ -360,39 +368,3 @@ class Fleet:
             version=self.view.version + 1,
             is_disaggregated=any(member.target.part != WHOLE for member in self._members.values()),
         )
-
-    def _watch(self, member: Member) -> None:
-        """Let the rank's gauges read its live cells at each scrape."""
-        metrics, labels = self._metrics, member.labels
-        serving = (RankStatus.READY, RankStatus.DRAINING)
-        metrics.rank_up.labels(*labels).set_function(lambda: float(member.status in serving))
-        metrics.rank_inflight.labels(*labels).set_function(lambda: member.load.inflight)
-        metrics.rank_waiting_tokens.labels(*labels).set_function(lambda: member.load.waiting_tokens)
-        metrics.rank_pace.labels(*labels).set_function(lambda: 1.0 / (member.pace.factor * member.pace.token_seconds))
-        metrics.trust.labels(*labels).set_function(lambda: member.trust.ratio)
-        metrics.breaker_open.labels(*labels).set_function(
-            lambda: float(self.breakers.state(member.slot, now=self.clock()) is not BreakerState.CLOSED)
-        )
-        metrics.index_blocks.labels(*labels).set_function(lambda: _blocks(member))
-        metrics.events_unapplied.labels(*labels).set_function(lambda: float(member.is_deaf))
-        metrics.index_orphans.labels(*labels).set_function(
-            lambda: member.index.orphans(member.slot) if member.index is not None else 0
-        )
-
-    def _gauges(self) -> Sequence[Gauge]:
-        metrics = self._metrics
-        return (
-            metrics.rank_up,
-            metrics.rank_inflight,
-            metrics.rank_waiting_tokens,
-            metrics.rank_pace,
-            metrics.trust,
-            metrics.breaker_open,
-            metrics.index_blocks,
-            metrics.index_orphans,
-            metrics.events_unapplied,
-        )
-
-
-def _blocks(member: Member) -> int:
-    return member.index.blocks(member.slot) if member.index is not None else 0

@@ -59,6 +59,11 @@ class Member:
         self.is_prefill = self.target.part.role is WorkerRole.PREFILL
 
     @property
+    def blocks(self) -> int:
+        """What it is known to hold."""
+        return self.index.blocks(self.slot) if self.index is not None else 0
+
+    @property
     def is_deaf(self) -> bool:
         """Store events arrive, and not one block of them could be entered: something does not fit."""
         applied = self.index.applied_blocks(self.slot) if self.index is not None else 0

@@ -94,18 +94,20 @@ class RedisState:
 
     # --- asked by requests ------------------------------------------------------------------------------
 
-    def home(self, model: str, session: SessionKey) -> SharedHome | None:
+    def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> SharedHome | None:
         """Where any replica last sent the session, as far as this process has heard."""
-        return self._homes.get(wire.session_digest(model, *session), now=self._clock())
+        return self._homes.get(wire.session_digest(model, *session, is_prefill=is_prefill), now=self._clock())
 
-    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
+    def bound(
+        self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int, is_prefill: bool = False
+    ) -> None:
         """Remember, and tell the others soon."""
-        digest = wire.session_digest(model, *session)
+        digest = wire.session_digest(model, *session, is_prefill=is_prefill)
         self._homes.use(digest, rank, prompt_tokens=prompt_tokens, now=self._clock(), conversation=(model, session))
         if self._homes.has_untold:
             self._wake.set()
 
-    async def look_up(self, model: str, session: SessionKey) -> None:
+    async def look_up(self, model: str, session: SessionKey, *, in_pairs: bool = False) -> None:
         """Ask Redis where the session is at home, unless that is known or Redis is not answering as it is."""
         digest, now = wire.session_digest(model, *session), self._clock()
         budget = self._settings.lookup_seconds
@@ -115,12 +117,18 @@ class RedisState:
         if is_slow or not self._can_answer:
             self._metrics.shared_lookups.labels("skipped").inc()
             return
+        asks = [self._ask_for(digest)]
+        if in_pairs:
+            asks.append(self._ask_for(wire.session_digest(model, *session, is_prefill=True)))
+        _, pending = await asyncio.wait(asks, timeout=budget)
+        known = self._homes.get(digest, now=self._clock()) is not None
+        self._metrics.shared_lookups.labels("late" if pending else "found" if known else "new").inc()
+
+    def _ask_for(self, digest: bytes) -> asyncio.Future[None]:
         if digest not in self._asks:
             self._asks[digest] = asyncio.get_running_loop().create_future()
             self._asked.set()
-        done, _ = await asyncio.wait([self._asks[digest]], timeout=budget)
-        known = self._homes.get(digest, now=self._clock()) is not None
-        self._metrics.shared_lookups.labels("late" if not done else "found" if known else "new").inc()
+        return self._asks[digest]
 
     # --- kept in touch ----------------------------------------------------------------------------------
 

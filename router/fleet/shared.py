@@ -45,13 +45,17 @@ class SharedState(Protocol):
     def is_shared(self) -> bool:
         """There may be other replicas."""
 
-    def home(self, model: str, session: SessionKey) -> SharedHome | None:
-        """Where any replica last sent the session, as far as this process has heard."""
+    def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> SharedHome | None:
+        """Where any replica last sent the session, as far as this process has heard. ``is_prefill``: for its prompt to
+        be computed, not answered.
+        """
 
-    async def look_up(self, model: str, session: SessionKey) -> None:
-        """Ask the store for a session of which this process knows nothing."""
+    async def look_up(self, model: str, session: SessionKey, *, in_pairs: bool = False) -> None:
+        """Ask the store for a session of which this process knows nothing; ``in_pairs``: for its prefill rank too."""
 
-    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
+    def bound(
+        self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int, is_prefill: bool = False
+    ) -> None:
         """This process has sent, or just ended, a request of the session there; tell the others."""
 
 
@@ -60,13 +64,15 @@ class Embedded:
 
     is_shared = False
 
-    def home(self, model: str, session: SessionKey) -> None:
+    def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> None:
         return None
 
-    async def look_up(self, model: str, session: SessionKey) -> None:
+    async def look_up(self, model: str, session: SessionKey, *, in_pairs: bool = False) -> None:
         return
 
-    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
+    def bound(
+        self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int, is_prefill: bool = False
+    ) -> None:
         return
 
 

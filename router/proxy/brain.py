@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 
 import msgspec
@@ -128,7 +128,7 @@ class RouterBrain(Models):
         model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
         if session is not None and self._fleet.shared.is_shared:
-            await self._fleet.shared.look_up(model, session)
+            await self._fleet.shared.look_up(model, session, in_pairs=self.makes_pairs)
         return model, session
 
     async def _keyed(self, request: InferenceRequest, model: str, *, session: SessionKey | None) -> PreparedRequest:
@@ -276,7 +276,7 @@ class RouterBrain(Models):
             answering = reusable
             if self.makes_pairs:
                 answering, computing = by_part(reusable, fleet.view)
-                prefill_home = fleet.prompts.home(model, session, now=now, held=computing)
+                prefill_home = fleet.home(model, session, now=now, held=computing, is_prefill=True)
                 prefill_home = self._home(prepared, computing, prefill_home)
             home = self._home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
@@ -333,10 +333,8 @@ class RouterBrain(Models):
             most = prepared.prompt_tokens - 1
             for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
                 reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
-            if prepared.session is not None and (sent := self._sent_elsewhere(prepared, prepared.session)):
-                home = self._fleet.home(prepared.model, prepared.session, now=self._fleet.clock())
-                if home is not None:
-                    reusable[home] = max(reusable.get(home, 0), min(most, sent))
+            for home, sent in self._sent_elsewhere(prepared):
+                reusable[home] = max(reusable.get(home, 0), min(most, sent))
             return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
@@ -352,10 +350,17 @@ class RouterBrain(Models):
                 loadable.update(index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
         return loadable
 
-    def _sent_elsewhere(self, prepared: PreparedRequest, session: SessionKey) -> int:
-        """Tokens of the session's last prompt if another replica sent it: text that this one has not seen."""
-        shared = self._fleet.shared.home(prepared.model, session)
-        return 0 if shared is None or shared.is_own else shared.prompt_tokens
+    def _sent_elsewhere(self, prepared: PreparedRequest) -> Iterator[tuple[int, int]]:
+        """Where another replica sent the session, with the tokens of its prompt then: text unseen here."""
+        model, session, fleet = prepared.model, prepared.session, self._fleet
+        if session is None:
+            return
+        for is_prefill in {False, self.makes_pairs}:
+            shared = fleet.shared.home(model, session, is_prefill=is_prefill)
+            if shared is not None and not shared.is_own:
+                home = fleet.home(model, session, now=fleet.clock(), is_prefill=is_prefill)
+                if home is not None:
+                    yield home, shared.prompt_tokens
 
     def _know_ideal(self, prepared: PreparedRequest) -> None:
         """Note the tokens of the prompt that an endless cache shared by all ranks would have."""

@@ -13,7 +13,7 @@ from router.core.load import Claim
 from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
-from router.core.session import Binding, SessionTable
+from router.core.session import Binding
 from router.core.shared_pool import AnyAllocation
 from router.core.types import Decision, RankStatus
 from router.fleet.decisions import Attempted, DecisionLog
@@ -55,13 +55,15 @@ class Leases:
         self._decisions = decisions
         self._lengths = lengths
 
-    def _homes(self, member: Member) -> SessionTable:
-        """Where it is noted which rank of this role a session used last."""
-        return self._fleet.prompts if member.is_prefill else self._fleet.sessions
-
     def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
         assert prepared.session is not None, "only a session has a home"
-        self._fleet.shared.bound(prepared.model, prepared.session, member.id, prompt_tokens=prepared.prompt_tokens)
+        self._fleet.shared.bound(
+            prepared.model,
+            prepared.session,
+            member.id,
+            prompt_tokens=prepared.prompt_tokens,
+            is_prefill=member.is_prefill,
+        )
 
     def open(self, prepared: PreparedRequest, decision: Decision, *, now: float) -> Lease:
         """A lease on the decision's own rank; of a pair, on the one that is handed the prompt."""
@@ -83,9 +85,10 @@ class Leases:
         )
         binding = None
         if prepared.session is not None:
-            binding = self._homes(member).start(prepared.model, prepared.session, slot=decision.slot, now=now)
-            if not member.is_prefill:
-                self._tell_home(prepared, member)
+            binding = fleet.homes(is_prefill=member.is_prefill).start(
+                prepared.model, prepared.session, slot=decision.slot, now=now
+            )
+            self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
         lease.allocation = self._promises.sent(member, prepared)
         if prepared.tokens is None:
@@ -121,8 +124,9 @@ class Leases:
             if outcome is Outcome.CONNECT:
                 self._fleet.on_unreachable(lease.member.id.worker)
         if prepared.session is not None and lease.binding is not None:
-            self._homes(lease.member).finish(prepared.model, prepared.session, lease.binding, now=now)
-            shared = self._fleet.shared.home(prepared.model, prepared.session)
+            homes = self._fleet.homes(is_prefill=is_prefill)
+            homes.finish(prepared.model, prepared.session, lease.binding, now=now)
+            shared = self._fleet.shared.home(prepared.model, prepared.session, is_prefill=is_prefill)
             if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
                 self._tell_home(prepared, lease.member)
         if outcome is Outcome.OK and usage is not None and usage.completion_tokens > 0 and not is_prefill:

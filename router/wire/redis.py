@@ -1,7 +1,7 @@
 """What replicas of the router share, as it lies in Redis and goes over its channel: names, scripts, records.
 
 - home of a session: string ``<prefix>:home:<digest>`` = ``<used ms> <prompt tokens> <worker>/<rank>``; ends after its
-  idle time;
+  idle time; where prompts are computed apart, the prefill rank is a home of its own, under another digest;
 - workers: hash ``<prefix>:workers``, field = name, value = ``<acted ms> <until ms> <record>``; ends with its lease;
 - news (homes, loads, farewells): channel ``<prefix>:news``, MessagePack; nothing is kept.
 
@@ -46,9 +46,10 @@ class Names:
         return f"{self.prefix}:home:{digest.hex()}"
 
 
-def session_digest(model: str, tenant: str, session: str, agent: str) -> bytes:
-    """16 bytes that stand for a session of a model."""
-    return xxhash.xxh3_128_digest("\x00".join((model, tenant, session, agent)).encode("utf-8", "surrogatepass"))
+def session_digest(model: str, tenant: str, session: str, agent: str, *, is_prefill: bool = False) -> bytes:
+    """16 bytes that stand for a session of a model, or for what of it the prefill ranks do."""
+    names = (model, tenant, session, agent, *(("prefill",) if is_prefill else ()))
+    return xxhash.xxh3_128_digest("\x00".join(names).encode("utf-8", "surrogatepass"))
 
 
 # --- scripts ---------------------------------------------------------------------------------------

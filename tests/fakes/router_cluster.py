@@ -108,10 +108,11 @@ def start(*arguments: str) -> Part:
 
 
 class Cluster:
-    """One Redis, two shims of two ranks, two routers."""
+    """One Redis, two shims of two ranks, two routers; or a shim for each of ``roles``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, roles: Sequence[str] = ("unified", "unified")) -> None:
         self.redis = RedisServer()
+        self._roles = roles
         self.shims: list[Part] = []
         self.routers: list[Part] = []
         self.http = httpx.AsyncClient(timeout=30, trust_env=False)
@@ -120,8 +121,8 @@ class Cluster:
         try:
             self.redis.start()
             shim = ("shim", "--runner", "sim", "--model", "needle", "--dp-size", "2", "--port", "0")
-            ports = ("--kv-events-port", "0", "--replay-port", "0")
-            self.shims = [start(*shim, *ports) for _ in range(2)]
+            ports = ("--kv-events-port", "0", "--replay-port", "0", "--bootstrap-port", "0")
+            self.shims = [start(*shim, *ports, "--role", role) for role in self._roles]
             for part in self.shims:
                 await part.ready()
             await self.add_routers(2)

@@ -252,8 +252,10 @@ class Heard(Embedded):
     def __init__(self) -> None:
         self.homes: dict[SessionKey, SharedHome] = {}
 
-    def home(self, model: str, session: SessionKey) -> SharedHome | None:  # type: ignore[override]
-        return self.homes.get(session)
+    def home(  # type: ignore[override]
+        self, model: str, session: SessionKey, *, is_prefill: bool = False
+    ) -> SharedHome | None:
+        return None if is_prefill else self.homes.get(session)
 
 
 def test_a_session_used_later_at_another_replica_is_at_home_there() -> None:

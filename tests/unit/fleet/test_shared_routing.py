@@ -107,14 +107,16 @@ class Channel:
         self.homes = HomeBook(max_sessions=100, idle_seconds=3600.0)
         others.append(self)
 
-    def home(self, model: str, session: SessionKey) -> SharedHome | None:
-        return self.homes.get(session_digest(model, *session), now=self.clock[0])
+    def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> SharedHome | None:
+        return self.homes.get(session_digest(model, *session, is_prefill=is_prefill), now=self.clock[0])
 
-    async def look_up(self, model: str, session: SessionKey) -> None:
+    async def look_up(self, model: str, session: SessionKey, *, in_pairs: bool = False) -> None:
         self.asked.append(session)
 
-    def bound(self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int) -> None:
-        digest, now = session_digest(model, *session), self.clock[0]
+    def bound(
+        self, model: str, session: SessionKey, rank: RankId, *, prompt_tokens: int, is_prefill: bool = False
+    ) -> None:
+        digest, now = session_digest(model, *session, is_prefill=is_prefill), self.clock[0]
         self.homes.use(digest, rank, prompt_tokens=prompt_tokens, now=now)
         for other in self.others:
             if other is not self:

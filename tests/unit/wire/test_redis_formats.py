@@ -66,7 +66,7 @@ def test_news_of_an_unknown_kind_is_no_news() -> None:
 
 
 def test_a_session_s_digest_depends_on_each_of_its_names() -> None:
-    """And on where one ends and the next begins; half a surrogate pair is no obstacle."""
+    """And on where one ends and the next begins, and on whose home it is; half a surrogate pair is no obstacle."""
     names = [
         ("m", "t", "s", ""),
         ("m", "t", "s", "a"),
@@ -76,7 +76,7 @@ def test_a_session_s_digest_depends_on_each_of_its_names() -> None:
         ("m", "t", "\ud800", ""),
     ]
     digests = [session_digest(*each) for each in names]
-    assert len(set(digests)) == len(names)
+    assert len({*digests, *(session_digest(*each, is_prefill=True) for each in names)}) == 2 * len(names)
     assert {len(digest) for digest in digests} == {16}
     assert session_digest("m", "t", "s", "") == digests[0]
 
