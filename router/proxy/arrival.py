@@ -90,26 +90,34 @@ class Arrival:
 
     def begin(self) -> None:
         """Take it on."""
-        self._exchange.attach(self)
-        self._guarded(self._read_terms)
+        self._exchange.stage = self
+        try:
+            self._read_terms()
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
+            self._crash(error)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                request_id = self._exchange.request_id.decode()
-                self._arrivals.log.error("request failed", request_id=request_id, exc_info=error)
-            self._exchange.fail(error)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._crash(error)
+
+    def _crash(self, error: Exception) -> None:
+        if not isinstance(error, RequestError):
+            request_id = self._exchange.request_id.decode()
+            self._arrivals.log.error("request failed", request_id=request_id, exc_info=error)
+        self._exchange.fail(error)
 
     # --- its terms and its place ----------------------------------------------------------------
 
     def _read_terms(self) -> None:
         exchange = self._exchange
         headers = exchange.request.head.text
-        timeout_seconds = _timeout_seconds(headers)
-        if timeout_seconds is not None:
-            exchange.expire_after(timeout_seconds, UpstreamTimeout("The request's own time is over.", code="deadline"))
+        timeout = headers.get("x-request-timeout")
+        if timeout is not None:
+            exchange.expire_after(
+                _seconds(timeout), UpstreamTimeout("The request's own time is over.", code="deadline")
+            )
         gate = self._arrivals.gate
         if gate is None:
             return self._prepare()
@@ -179,7 +187,7 @@ class Arrival:
         self._send_on = go
         if not self._wait(prepared, outbound, excluded):
             return False
-        self._exchange.attach(self)
+        self._exchange.stage = self
         return True
 
     def _wait(self, prepared: Prepared, outbound: Outbound, excluded: frozenset[int]) -> bool:
@@ -247,11 +255,8 @@ class Arrival:
             self._timer = None
 
 
-def _timeout_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long the client will wait, if it says so."""
-    text = headers.get("x-request-timeout")
-    if text is None:
-        return None
+def _seconds(text: str) -> float:
+    """How long the client will wait."""
     try:
         seconds = float(text)
     except ValueError:

@@ -90,24 +90,20 @@ class RouterBrain(Models):
 
         Decisions about a request without an id are not kept.
         """
-        model, session = await self._who(request, headers, tenant=tenant)
-        started = self._fleet.clock()
-        prepared = await self._keyed(request, model, session=session)
-        now = self._fleet.clock()
+        prepared = await self._keyed(request, headers, tenant=tenant)
         if prepared.tokens is not None:
-            self._metrics.tokenize_seconds.observe(now - started)
-            self._promises.recall(prepared, now=now)
+            self._metrics.tokenize_seconds.observe(prepared.tokenize_seconds)
+            self._promises.recall(prepared, now=self._fleet.clock())
+            self._know_ideal(prepared)
+            self._remember(prepared)
         keyed = self._keyed_by(prepared)
         self._metrics.prompts.labels(keyed).inc()
-        self._know_ideal(prepared)
-        self._remember(prepared)
         prepared.decided = _decided(prepared, request_id, tenant=tenant, keyed=keyed)
         return prepared
 
     async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
         """Decide about a request without sending it. Nothing of it is remembered or counted."""
-        model, session = await self._who(request, headers, tenant=tenant)
-        prepared = await self._keyed(request, model, session=session)
+        prepared = await self._keyed(request, headers, tenant=tenant)
         self._know_ideal(prepared)
         decided = _decided(prepared, "", tenant=tenant, keyed=self._keyed_by(prepared))
         now = self._fleet.clock()
@@ -122,18 +118,17 @@ class RouterBrain(Models):
         self.decisions.add(decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
         return decided
 
-    async def _who(
-        self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str
-    ) -> tuple[str, SessionKey | None]:
+    async def _keyed(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
+        """Who asks, and for what."""
         model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
         if session is not None and self._fleet.shared.is_shared:
             await self._fleet.shared.look_up(model, session, in_pairs=self.makes_pairs)
-        return model, session
-
-    async def _keyed(self, request: InferenceRequest, model: str, *, session: SessionKey | None) -> PreparedRequest:
         seed, plain_seed = self.seeds(model, request.fields)
-        prompt = await self.tokenize(request, model=model, seed=seed)
+        prompt, started = None, 0.0
+        if self.tokenizes(model):
+            started = self._fleet.clock()
+            prompt = await self.tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
         prompt_tokens = len(tokens) if tokens is not None else guessed_tokens(request)
         prepared = PreparedRequest(
@@ -148,6 +143,7 @@ class RouterBrain(Models):
         )
         if prompt is not None:
             prepared.know_keys(prompt.keys)
+            prepared.tokenize_seconds = self._fleet.clock() - started
         else:
             prepared.text_keys = request_text_keys(request, model=model, seed=prepared.seed)
         return prepared
@@ -305,9 +301,11 @@ class RouterBrain(Models):
         After a restart, or with the shared state gone, this router does not know where a session was. What a rank holds
         of a prompt that neither this router has sent anywhere nor other conversations go on from is its past.
         """
+        if prepared.tokens is None:
+            return known
         known_tokens = 0 if known is None else reusable.get(known, 0)
         most_tokens = max(reusable.values(), default=0)
-        if most_tokens <= max(known_tokens, prepared.ideal_tokens) or prepared.tokens is None:
+        if most_tokens <= max(known_tokens, prepared.ideal_tokens):
             return known
         shared_tokens = max(
             index.shared_tokens(prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens)
@@ -333,8 +331,9 @@ class RouterBrain(Models):
             most = prepared.prompt_tokens - 1
             for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
                 reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
-            for home, sent in self._sent_elsewhere(prepared):
-                reusable[home] = max(reusable.get(home, 0), min(most, sent))
+            if self._fleet.shared.is_shared:
+                for home, sent in self._sent_elsewhere(prepared):
+                    reusable[home] = max(reusable.get(home, 0), min(most, sent))
             return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)

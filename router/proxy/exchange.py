@@ -34,7 +34,6 @@ class Exchange:
         "_deadline",
         "_instruments",
         "_path",
-        "_stage",
         "_ticking",
         "client",
         "endpoint",
@@ -44,6 +43,7 @@ class Exchange:
         "priority",
         "request",
         "request_id",
+        "stage",
         "started_seconds",
         "status",
         "tenant",
@@ -76,12 +76,14 @@ class Exchange:
         self.on_finish: Callable[[], None] | None = None
         #: Comments have been sent: a stream is open, and what follows can only be events.
         self.is_held_open = False
+        #: What has it now, and hears of its end.
+        self.stage: Stage | None = None
         self._instruments = instruments
         self._path = path
-        self._stage: Stage | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._ticking: asyncio.TimerHandle | None = None
         instruments.inflight += 1
+        client.attach(self)
 
     @property
     def dialect(self) -> Dialect:
@@ -90,20 +92,15 @@ class Exchange:
 
     # --- while it lasts -------------------------------------------------------------------------
 
-    def attach(self, stage: Stage) -> None:
-        """``stage`` has it now, and hears of its end."""
-        self._stage = stage
-        self.client.attach(self)
-
     def pause(self) -> None:
         """The client does not keep up."""
-        if self._stage is not None:
-            self._stage.pause()
+        if self.stage is not None:
+            self.stage.pause()
 
     def resume(self) -> None:
         """The client has caught up."""
-        if self._stage is not None:
-            self._stage.resume()
+        if self.stage is not None:
+            self.stage.resume()
 
     def cancel(self) -> None:
         """The client has gone, or the router goes."""
@@ -115,8 +112,8 @@ class Exchange:
         self._deadline = self.client.loop.call_later(seconds, self._give_up, error, Outcome.DEADLINE)
 
     def _give_up(self, error: RequestError, outcome: Outcome) -> None:
-        if self._stage is not None:
-            self._stage.give_up(error, outcome)
+        if self.stage is not None:
+            self.stage.give_up(error, outcome)
 
     def comment_every(self, seconds: float, position: Callable[[], int | None]) -> None:
         """Until the answer comes, keep a stream open with comments, so that nothing on the way cuts it for silence."""
@@ -158,15 +155,16 @@ class Exchange:
 
     def finish(self) -> None:
         """It is over: count it, and let the connection go on."""
-        instruments = self._instruments
+        instruments, client = self._instruments, self.client
         instruments.inflight -= 1
-        instruments.request(self._path, self.status, seconds=self.client.clock() - self.started_seconds)
-        self._stage = None
+        instruments.request(self._path, self.status, seconds=client.clock() - self.started_seconds)
+        self.stage = None
         if self._deadline is not None:
             self._deadline.cancel()
-        self.stop_comments()
+        if self._ticking is not None:
+            self.stop_comments()
         if self.trace is not None:
             self.trace.end(self.status)
         if self.on_finish is not None:
             self.on_finish()
-        self.client.finished()
+        client.finished()

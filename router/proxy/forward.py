@@ -97,25 +97,23 @@ class Forwarding:
 
     def begin(self) -> None:
         """Send it; later: try again, now that another rank has room for it."""
-        self._exchange.attach(self)
+        self._exchange.stage = self
         try:
-            if self._number:
-                self._try()
-            else:
+            if not self._number:
                 self._forwarder.retries.earn()
-                self._next()
+            self._try()
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
     # --- an attempt -----------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Try the best rank that has not failed, as soon as it has room, or give up."""
+        """After a failure: try the best rank that has not failed, as soon as it has room, or give up."""
         forwarder = self._forwarder
-        if self._failures == forwarder.settings.max_attempts or (self._number and not self._may_retry()):
+        if self._failures == forwarder.settings.max_attempts or not self._may_retry():
             return self._give_up()
         held = (self._exchange, self._prepared, self._outbound, self._excluded)
-        if not self._number or not forwarder.hold_again(*held, self.begin):
+        if not forwarder.hold_again(*held, self.begin):
             self._try()
         return None
 
@@ -219,7 +217,7 @@ class Forwarding:
 
     # --- called by the connection ---------------------------------------------------------------
 
-    def on_answer(self, head: AnswerHead) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None) -> None:
         """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
         try:
             self._exchange.stop_comments()
@@ -227,7 +225,7 @@ class Forwarding:
                 self._refusal = Refusal(head, self._decision_lines())
                 self.on_body = self._collect
             else:
-                self.on_body = self._relay = self._start(head)
+                self.on_body = self._relay = self._start(head, length)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
@@ -282,7 +280,7 @@ class Forwarding:
 
     # --- an answer ------------------------------------------------------------------------------
 
-    def _start(self, head: AnswerHead) -> Relay:
+    def _start(self, head: AnswerHead, length: int | None) -> Relay:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
@@ -298,8 +296,8 @@ class Forwarding:
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
         if not client.begun:
             lines = head.lines + self._decision_lines()
-            if head.length is not None:
-                lines += b"content-length: %d\r\n" % head.length
+            if length is not None:
+                lines += b"content-length: %d\r\n" % length
             client.start(head.status_line, lines, has_length=head.has_length)
         elif exchange.is_held_open:  # too late for headers
             client.write(sse.comment(self._decision_lines()))

@@ -50,6 +50,7 @@ class Leases:
         self.beside: Callable[[Member], frozenset[int]] = fleet.beside
         self._fleet = fleet
         self._metrics = metrics
+        self._is_shared = fleet.shared.is_shared
         self._promises = promises
         self._holding = holding
         self._decisions = decisions
@@ -88,69 +89,61 @@ class Leases:
             binding = fleet.homes(is_prefill=member.is_prefill).start(
                 prepared.model, prepared.session, slot=decision.slot, now=now
             )
-            self._tell_home(prepared, member)
+            if self._is_shared:
+                self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
-        lease.allocation = self._promises.sent(member, prepared)
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys)
-        elif not is_handed and counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
+            return lease
+        lease.allocation = self._promises.sent(member, prepared)
+        if not is_handed and counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
             lease.promises.append(promise)
         return lease
 
     def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
-        if lease.noted is not None and not lease.member.is_prefill:
-            lease.noted.first_token_seconds = self.clock() - lease.noted.started
+        now, noted, prepared = self.clock(), lease.noted, lease.prepared
+        is_keyed = prepared.tokens is not None
+        if noted is not None and not lease.member.is_prefill:
+            noted.first_token_seconds = now - noted.started
+        if is_keyed:
+            self._filled(lease, generated)
+        if self._holding is not None and lease.visit is not None:
+            self._holding.first_token(lease.visit)
+        served = self._fleet.loads.first_byte(lease.claim, now=now)
+        if served is not None and is_keyed and not lease.is_loading:
+            learn_pace(lease.member, lease.decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served)
+
+    def _filled(self, lease: Lease, generated: Callable[[], int] | None) -> None:
+        """The prompt's blocks are there now."""
         if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
         self._promises.begun(lease.allocation)
         if generated is not None:
             self._promises.grows(lease.allocation, lease.prepared, generated)
-        if self._holding is not None and lease.visit is not None:
-            self._holding.first_token(lease.visit)
-        served = self._fleet.loads.first_byte(lease.claim, now=self.clock())
-        if served is not None and lease.prepared.tokens is not None and not lease.is_loading:
-            tokens = lease.prepared.prompt_tokens
-            learn_pace(lease.member, lease.decision, prompt_tokens=tokens, served_seconds=served)
 
     def close(self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
-        now = self.clock()
-        prepared = lease.prepared
-        is_prefill = lease.member.is_prefill
-        is_handed = lease.decision.prefill is not None  # the engine counts what it was handed as it likes
-        self._fleet.loads.close(lease.claim, now=now)
-        if self._fleet.knows(lease.member):
-            ranks = len(self._fleet.view.ranks)
-            self._fleet.breakers.ended(lease.member.slot, outcome.verdict, ranks=ranks, now=now)
+        now, fleet, member, prepared = self.clock(), self._fleet, lease.member, lease.prepared
+        is_prefill = member.is_prefill
+        fleet.loads.close(lease.claim, now=now)
+        if fleet.knows(member):
+            fleet.breakers.ended(member.slot, outcome.verdict, ranks=len(fleet.view.ranks), now=now)
             if outcome is Outcome.CONNECT:
-                self._fleet.on_unreachable(lease.member.id.worker)
+                fleet.on_unreachable(member.id.worker)
         if prepared.session is not None and lease.binding is not None:
-            homes = self._fleet.homes(is_prefill=is_prefill)
-            homes.finish(prepared.model, prepared.session, lease.binding, now=now)
-            shared = self._fleet.shared.home(prepared.model, prepared.session, is_prefill=is_prefill)
-            if shared is not None and shared.rank == lease.member.id:  # else it has moved on meanwhile
-                self._tell_home(prepared, lease.member)
-        if outcome is Outcome.OK and usage is not None and usage.completion_tokens > 0 and not is_prefill:
-            self._lengths.observe(prepared.model, _output_tokens(usage))
-        if outcome in _LEAVES_CONTEXT:
-            if promise := self._promises.output(lease.member, prepared, output):
-                lease.promises.append(promise)
-            elif usage is not None and not is_prefill:
-                self._promises.answered(lease.member, prepared, output_tokens=usage.completion_tokens, now=now)
-            self._promises.keep(lease.promises, now=now)
-            self._promises.leave(lease.allocation, lease.member, prepared, output, now=now)
-        else:
-            self._promises.take_back(lease.promises, lease.allocation)
-        if outcome is Outcome.OK and not is_handed and usage is not None and usage.cached_tokens is not None:
-            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
-            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
-            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
-        if lease.noted is not None:
-            if usage is not None and not is_handed:
-                lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            if not is_prefill and prepared.decided is not None:
-                lease.noted.outcome = outcome
-                lease.noted.seconds = now - lease.noted.started
-                self._decisions.close(prepared.decided, lease.noted)
+            model, session = prepared.model, prepared.session
+            fleet.homes(is_prefill=is_prefill).finish(model, session, lease.binding, now=now)
+            if self._is_shared:
+                shared = fleet.shared.home(model, session, is_prefill=is_prefill)
+                if shared is not None and shared.rank == member.id:  # else it has moved on meanwhile
+                    self._tell_home(prepared, member)
+        if prepared.tokens is not None:
+            self._settle(lease, outcome, usage, output, now=now)
+        if usage is not None:
+            self._read(lease, outcome, usage)
+        if lease.noted is not None and not is_prefill and prepared.decided is not None:
+            lease.noted.outcome = outcome
+            lease.noted.seconds = now - lease.noted.started
+            self._decisions.close(prepared.decided, lease.noted)
         if self._holding is not None and lease.visit is not None:
             told = usage if outcome is Outcome.OK else None
             self._holding.finished(
@@ -160,6 +153,34 @@ class Leases:
                 cached_tokens=None if told is None else told.cached_tokens,
                 ideal_tokens=prepared.ideal_tokens if prepared.tokens is not None else None,
             )
+
+    def _settle(
+        self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int], *, now: float
+    ) -> None:
+        """What was promised of the rank's cache comes true, or is taken back."""
+        member, prepared = lease.member, lease.prepared
+        if outcome not in _LEAVES_CONTEXT:
+            self._promises.take_back(lease.promises, lease.allocation)
+            return
+        if promise := self._promises.output(member, prepared, output):
+            lease.promises.append(promise)
+        elif usage is not None and not member.is_prefill:
+            self._promises.answered(member, prepared, output_tokens=usage.completion_tokens, now=now)
+        self._promises.keep(lease.promises, now=now)
+        self._promises.leave(lease.allocation, member, prepared, output, now=now)
+
+    def _read(self, lease: Lease, outcome: Outcome, usage: Usage) -> None:
+        """What the worker says of it."""
+        if outcome is Outcome.OK and usage.completion_tokens > 0 and not lease.member.is_prefill:
+            self._lengths.observe(lease.prepared.model, _output_tokens(usage))
+        if lease.decision.prefill is not None:
+            return  # the engine counts what it was handed as it likes
+        if outcome is Outcome.OK and usage.cached_tokens is not None:
+            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
+            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
+            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
+        if lease.noted is not None:
+            lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
 
     def _compare(self, lease: Lease, *, prompt_tokens: int, actual_tokens: int) -> None:
         metrics, member, decision = self._metrics, lease.member, lease.decision

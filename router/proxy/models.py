@@ -146,6 +146,10 @@ class Models:
         tokenizer = self._tokenizers.get(model)
         return frozenset() if tokenizer is None else frozenset(tokenizer.special_ids)
 
+    def tokenizes(self, model: str) -> bool:
+        """Whether prompts of this model may be keyed by tokens."""
+        return self._workers is not None or model in self._tokenizers
+
     async def tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
         """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
         tokenizer = self._tokenizers.get(model)
@@ -168,9 +172,12 @@ class Models:
 
     def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
         """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
-        is_adapter = model in self._adapters or any(model in index.adapters for index in self._fleet.indexes(model))
+        indexes = self._fleet.indexes(model)
+        is_adapter = model in self._adapters or (len(indexes) > 0 and any(model in one.adapters for one in indexes))
+        adapter = model if is_adapter else ""
         salt, extra = fields.get("cache_salt"), fields.get("extra_key")
-        adapter, salt = model if is_adapter else "", salt if isinstance(salt, str) else ""
+        if not isinstance(salt, str):
+            salt = ""
         plain = namespace_seed(adapter, salt)
         return (namespace_seed(adapter, salt, extra), plain) if extra and isinstance(extra, str) else (plain, None)
 

@@ -129,7 +129,7 @@ class PrefillLeg:
 
     # --- called by the connection ---------------------------------------------------------------
 
-    def on_answer(self, head: AnswerHead) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None) -> None:
         """The prompt is computed, or refused."""
         if head.status >= 400:
             self._refusal = Refusal(head, b"")

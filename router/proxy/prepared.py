@@ -36,6 +36,7 @@ class PreparedRequest:
         "seed",
         "session",
         "text_keys",
+        "tokenize_seconds",
         "tokens",
     )
 
@@ -61,6 +62,7 @@ class PreparedRequest:
         #: By which contracts the prompt and its answer may be computed on different ranks.
         self.handovers = handovers
         self.text_keys: Sequence[int] = ()
+        self.tokenize_seconds = 0.0
         self.ideal_tokens = 0
         self.decided: Decided | None = None
         #: Where admission lets it go; None: anywhere.

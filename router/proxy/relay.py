@@ -22,7 +22,8 @@ class Relay:
         self._tap: StreamTap | BodyTap = tap
         self._feed = tap.feed
         self._write = client.write
-        self.began_seconds = client.clock()
+        #: Of a stream, by the loop's clock.
+        self.began_seconds = client.clock() if is_stream else 0.0
 
     def __call__(self, data: bytes) -> None:
         self._write(self._feed(data))

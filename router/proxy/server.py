@@ -197,7 +197,7 @@ class ClientConnection:
             self._refuse(RequestTimeout("The request's head did not arrive in time."))
         elif self._phase is Phase.BODY:
             self._refuse(RequestTimeout("The request's body did not arrive in time."))
-        else:
+        elif not self._busy:
             self.close()
 
     def _refuse(self, error: RequestError) -> None:
@@ -247,8 +247,6 @@ class ClientConnection:
         self._chunked = False
         self._close_after = self._draining or not request.head.keep_alive
         self.begun = False
-        if self._phase is Phase.IDLE:
-            self._watchdog.clear()
 
     def _rest(self) -> None:
         """Nothing to serve: wait for more."""

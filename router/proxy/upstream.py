@@ -36,9 +36,12 @@ class Failure:
 
 
 class AnswerHead:
-    """The head of a worker's answer. ``lines`` are the headers that go on to the client, but for the length."""
+    """The head of a worker's answer, but for the body's length. ``lines`` are the headers that go on to the client.
 
-    __slots__ = ("content_type", "encoded", "has_length", "length", "lines", "status", "status_line")
+    Answers may share one: it is not changed.
+    """
+
+    __slots__ = ("content_type", "encoded", "has_length", "lines", "status", "status_line")
 
     def __init__(self, status: int, status_line: bytes, lines: bytes) -> None:
         self.status = status
@@ -47,19 +50,8 @@ class AnswerHead:
         self.content_type = b""
         #: Compressed or the like: its bytes are nobody's to look into.
         self.encoded = False
-        #: The body's, as the worker gives it.
-        self.length: int | None = None
         #: The end of the body is known beforehand: by its length, or because there is none.
         self.has_length = http1.bodiless(status)
-
-    def again(self, length: int) -> AnswerHead:
-        """The head of another answer, which differs in nothing but the length."""
-        head = AnswerHead(self.status, self.status_line, self.lines)
-        head.content_type = self.content_type
-        head.encoded = self.encoded
-        head.length = length
-        head.has_length = True
-        return head
 
 
 class Receiver(Protocol):
@@ -68,8 +60,11 @@ class Receiver(Protocol):
     #: Takes a piece of the body.
     on_body: Callable[[bytes], None]
 
-    def on_answer(self, head: AnswerHead) -> None:
-        """The first byte of the answer's body has come, or the end of an answer that has none."""
+    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+        """The first byte of the answer's body has come, or the end of an answer that has none.
+
+        ``length``: the body's, as the worker gives it.
+        """
 
     def on_end(self, failure: Failure | None) -> None:
         """The exchange is over, at whatever point. Nothing is called after this."""
@@ -87,7 +82,7 @@ class UpstreamConnection:
     def __init__(self, pool: UpstreamPool, address: Address) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._address = address
+        self.address = address
         self._parser = httptools.HttpResponseParser(self)
         self._watchdog = Watchdog(self._loop, self._expired)
         self._look_seconds = min(_LOOK_SECONDS, pool.settings.first_byte_seconds)
@@ -97,16 +92,19 @@ class UpstreamConnection:
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._paused = False
-        self._reset()
-
-    def _reset(self) -> None:
+        # The exchange:
         self._answered = False
         self._begun = False
         self._complete = False
-        self._until_close = False
         self._keep = False
+        self._begin_parsing()
+
+    def _begin_parsing(self) -> None:
+        """What the parser says is of a new answer from now on."""
+        self._until_close = False
         self._is_repeatable = False
         self._head: AnswerHead | None = None
+        self._length: int | None = None
         self._reason = b""
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
@@ -115,10 +113,9 @@ class UpstreamConnection:
 
     def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
         """Begin an exchange. ``receiver`` is told of the answer, of a connection that is gone at once."""
-        self._reset()
+        self._answered = self._begun = self._complete = self._keep = False
         self._receiver = receiver
-        self._sent_seconds = self._loop.time()
-        self._watchdog.set(self._look_seconds)
+        self._sent_seconds = self._watchdog.set(self._look_seconds)
         if self._transport is None or self._transport.is_closing():
             self._fail(Outcome.RESET, "the worker closed the connection")
         else:
@@ -148,10 +145,6 @@ class UpstreamConnection:
     # --- for the pool ---------------------------------------------------------------------------
 
     @property
-    def address(self) -> Address:
-        return self._address
-
-    @property
     def alive(self) -> bool:
         """As far as is known here."""
         return self._transport is not None and not self._transport.is_closing()
@@ -164,7 +157,8 @@ class UpstreamConnection:
     def rest(self) -> None:
         """Wait in the pool, for a shorter time than the worker would."""
         self._receiver = None
-        self.resume()
+        if self._paused:
+            self.resume()
         self._watchdog.set(self._keepalive_seconds)
 
     # --- called by the loop ---------------------------------------------------------------------
@@ -183,8 +177,9 @@ class UpstreamConnection:
             self._answered = True
             known = self._pool.known_heads.whole(data)
             if known is not None:
-                self._take_whole(known[0].again(len(known[1])), known[1])
+                self._take_whole(*known)
                 return
+            self._begin_parsing()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -203,7 +198,7 @@ class UpstreamConnection:
         """The answer came all at once, and needs no parser."""
         self._begun = self._complete = self._keep = True
         if self._receiver is not None:
-            self._receiver.on_answer(head)
+            self._receiver.on_answer(head, len(body))
         if body and self._receiver is not None:
             self._receiver.on_body(body)
         self._end(None)
@@ -219,7 +214,7 @@ class UpstreamConnection:
         if not self._begun and self._receiver is not None:
             self._begun = True
             assert self._head is not None, "a body without a head"
-            self._receiver.on_answer(self._head)
+            self._receiver.on_answer(self._head, self._length)
         if pieces and self._receiver is not None:
             self._receiver.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
@@ -242,7 +237,6 @@ class UpstreamConnection:
             self._fail(Outcome.RESET, "the worker closed the connection")
 
     def _end(self, failure: Failure | None) -> None:
-        self._watchdog.clear()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.on_end(failure)
@@ -284,7 +278,7 @@ class UpstreamConnection:
         for name, value in headers:
             lowered = name.lower()
             if lowered == names.CONTENT_LENGTH:
-                head.length = int(value)
+                self._length = int(value)
                 head.has_length = True
             elif lowered == names.TRANSFER_ENCODING:
                 coding = value.lower()
@@ -298,7 +292,7 @@ class UpstreamConnection:
         self._head = head
         self._until_close = not head.has_length and not is_chunked
         # Of which the parser could not say anything else another time.
-        is_plain = head.length is not None and not is_chunked and not http1.bodiless(status)
+        is_plain = self._length is not None and not is_chunked and not http1.bodiless(status)
         self._is_repeatable = is_plain and self._parser.get_http_version() == "1.1"
 
     def on_body(self, body: bytes) -> None:
@@ -371,7 +365,11 @@ class UpstreamPool:
         """Keep a connection whose exchange has ended well; close any other."""
         if connection.reusable:
             connection.rest()
-            self._idle.setdefault(connection.address, []).append(connection)
+            idle = self._idle.get(connection.address)
+            if idle is None:
+                self._idle[connection.address] = [connection]
+            else:
+                idle.append(connection)
         else:
             connection.close()
 

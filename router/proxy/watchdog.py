@@ -19,11 +19,13 @@ class Watchdog:
         self._armed_for = inf
         self._handle: asyncio.TimerHandle | None = None
 
-    def set(self, seconds: float) -> None:
-        """Expire ``seconds`` from now, whatever was set before."""
-        self._deadline = self._loop.time() + seconds
-        if self._deadline < self._armed_for:
+    def set(self, seconds: float) -> float:
+        """Expire ``seconds`` from now, whatever was set before. Returns what the loop's clock shows."""
+        now = self._loop.time()
+        self._deadline = deadline = now + seconds
+        if deadline < self._armed_for:
             self._arm()
+        return now
 
     def clear(self) -> None:
         """Expire never, until set again."""

@@ -46,9 +46,10 @@ class RequestHead:
     path: bytes
     #: The client's own name for its requests, if it is one that can be passed on.
     request_id: bytes | None
+    #: What may tell who asks; see ``headers.as_text``.
+    text: Mapping[str, str]
     #: What goes on to a worker, once it has been written; see ``headers.ForwardingRules``.
     forwarded: bytes | None
-    _text: dict[str, str] | None
 
     def __init__(
         self, method: str, target: bytes, headers: list[Header], *, chunks: bool = True, keep_alive: bool = True
@@ -60,16 +61,8 @@ class RequestHead:
         self.keep_alive = keep_alive
         self.path = target.partition(b"?")[0]
         self.request_id = names.acceptable_request_id(names.first(headers, names.REQUEST_ID))
+        self.text = names.as_text(headers)
         self.forwarded = None
-        self._text = None
-
-    @property
-    def text(self) -> Mapping[str, str]:
-        """What may tell who asks; see ``headers.as_text``."""
-        text = self._text
-        if text is None:
-            text = self._text = names.as_text(self.headers)
-        return text
 
     @property
     def is_repeatable(self) -> bool:

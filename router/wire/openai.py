@@ -168,11 +168,17 @@ def _check_prompt(prompt: object, *, name: str) -> None:
         )
 
 
+#: Ways to say how long an answer may be.
+_LIMITS: Final = frozenset({"max_completion_tokens", "max_tokens", "max_output_tokens"})
+
+
 def _max_tokens(fields: dict[str, Any]) -> int | None:
     """The newer name wins, as engines have it; 1 at least, and no more than any context has.
 
     What is ill-typed or out of range is for the engine to refuse: the client's bytes go on as they are.
     """
+    if _LIMITS.isdisjoint(fields):
+        return None
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = fields.get(name)
         if type(value) is int:
