@@ -13,6 +13,7 @@ Which prompts are in one batch is the engine's secret: taken for one are those b
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -47,6 +48,7 @@ class RadixPool(Pool):
         self._heard = 0
         self._unheard: dict[Allocation, Unheard] = {}
         self._answers: dict[Allocation, tuple[int, Callable[[], int]]] = {}
+        self._silent: dict[int, dict[Allocation, None]] = {}  # untold answers, by their prompt's last page
         self._foretold_room = 0
 
     def sent(self, keys: Sequence[int], *, blocks: int) -> Allocation:
@@ -60,6 +62,8 @@ class RadixPool(Pool):
 
     def begun(self, allocation: Allocation) -> None:
         """It has its blocks: an event or its first token says so."""
+        if allocation.is_running and allocation not in self._running and allocation.keys:
+            self._silent.setdefault(allocation.keys[-1], {})[allocation] = None
         super().begun(allocation)
         self._heard += 1
         self._forecast = None
@@ -70,17 +74,58 @@ class RadixPool(Pool):
             self._answers[allocation] = (prompt_tokens % self._page_tokens, generated)
 
     def ended(self, allocation: Allocation, keys: Sequence[int]) -> None:
-        """It is over, and leaves these blocks; they are those used last."""
+        """It is over, and leaves these blocks. The event that tells of them is their use: it may have come before, and
+        the engine's order is not that in which answers end here. Where there is nothing to tell, this is.
+        """
         self._happened += 1
         self._heard += 1
         self._answers.pop(allocation, None)
         unheard = self._unheard.get(allocation)
         if unheard is None:
             unheard = Unheard(allocation, (), 0, self._happened, self._heard, is_alone=False)
-        super().ended(allocation, keys)
-        if allocation in self.pending:
-            unheard.ended_at = self._happened
-            self._unheard[allocation] = unheard
+        is_told = allocation in self._running and allocation.keys and not self._is_silent(allocation)
+        self._settle(allocation)
+        self._order.let_go(allocation.keys[: allocation.pinned])
+        self._running.pop(allocation, None)
+        self._forecast = None
+        adds = len(keys) > len(allocation.keys)
+        allocation.is_running = False
+        allocation.keys, allocation.blocks = array("Q", keys), len(keys)
+        if adds and is_told:
+            return
+        if self._order.knows(keys):
+            self._order.use(keys)
+            return
+        self._wait(allocation)
+        unheard.ended_at = self._happened
+        self._unheard[allocation] = unheard
+
+    def _is_silent(self, allocation: Allocation) -> bool:
+        """No event has told of its answer. It is not waited for any more."""
+        waiting = self._silent.get(allocation.keys[-1], {})
+        is_silent = allocation in waiting
+        waiting.pop(allocation, None)
+        if not waiting:
+            self._silent.pop(allocation.keys[-1], None)
+        return is_silent
+
+    def first_to_go(self, keys: Iterable[int]) -> int | None:
+        """Of blocks that go by one name the one that the engine would give up."""
+        return self._order.first_to_go(keys)
+
+    def awaits(self, key: int) -> bool:
+        """Whether the event with this block is due."""
+        return key in self._awaited
+
+    def stored(self, parent: int | None, keys: Sequence[int], *, new: int | None = None) -> None:
+        """The rank stored blocks. Those behind a prompt that nobody else waits for are the answer to it."""
+        place = next((place for place, key in enumerate(keys) if key in self._awaited), None)
+        if place is not None:  # a node that they are inside of is cut there
+            whole = self._awaited[keys[place]][0].keys
+            self._order.use(whole[: len(whole) - 1 - place])
+        super().stored(parent, keys, new=new)
+        if place is None and parent is not None and (waiting := self._silent.get(parent)):
+            self._is_silent(next(iter(waiting)))
 
     def _settle(self, allocation: Allocation) -> None:
         super()._settle(allocation)
@@ -140,6 +185,8 @@ class RadixForecast(Forecast):
                 continue
             if each.blocks:
                 happened.append((each.sent_at, False, each))
+            else:  # it has run on to its end, holding on to what it had
+                self._find(each.allocation.keys, self._holds.setdefault(each.allocation, {}))
             if each.ended_at is not None:
                 happened.append((each.ended_at, True, each))
                 decoding.add(each.allocation)

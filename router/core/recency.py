@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class Stretch:
-    """Blocks one behind the other, by their chain keys; ``pins`` counts the running requests that use them all."""
+    """Blocks one behind the other, by their chain keys, and the key before them. ``pins`` counts the running requests
+    that use them all, ``branches`` the stretches right behind them.
+    """
 
-    __slots__ = ("keys", "pins")
+    __slots__ = ("branches", "keys", "parent", "pins")
 
-    def __init__(self, keys: Sequence[int], pins: int = 0) -> None:
+    def __init__(self, keys: Sequence[int], pins: int = 0, *, parent: int | None = None) -> None:
         self.keys = array("Q", keys)
+        self.parent = parent
         self.pins = pins
+        self.branches = 0
 
     def common(self, keys: Sequence[int], at: int) -> int:
         """How many blocks are those of ``keys`` from ``at`` on. A chain key stands for all before it: halving does."""
@@ -62,6 +66,8 @@ class Recency:
         if self._gone and (back := self._gone.intersection(keys)):  # they stand in their stretches still
             self._gone -= back
             new -= len(back)
+            if keys[0] not in self._by_first:
+                keys = [key for key in keys if key not in back]
         if new <= 0:
             self.use(keys)
             return
@@ -76,7 +82,25 @@ class Recency:
             before.keys.extend(keys)
             self._by_last[before.keys[-1]] = before
         else:
-            self._enter(Stretch(keys))
+            self._branch(parent, by=1)
+            self._enter(Stretch(keys, parent=parent))
+            if not self._is_merged:
+                self._touch(parent)
+
+    def _touch(self, key: int | None) -> None:
+        """What is stored is a use of all that it is stored behind."""
+        while key is not None and (stretch := self._by_last.get(key)) is not None:
+            self._order.move_to_end(stretch)
+            key = stretch.parent
+
+    def _branch(self, key: int | None, *, by: int) -> None:
+        if key is not None and (stretch := self._by_last.get(key)) is not None:
+            stretch.branches += by
+
+    def first_to_go(self, keys: Iterable[int]) -> int | None:
+        """Of single blocks the one that could go now: nothing is behind it, and nobody holds on to it."""
+        ends = ((key, self._by_last.get(key)) for key in keys)
+        return next((key for key, end in ends if end is not None and not end.branches and not end.pins), None)
 
     def path(self, keys: Sequence[int]) -> list[tuple[Stretch, int]]:
         """The stretches that a chain leads through, each with how many of its blocks are the chain's."""
@@ -87,6 +111,10 @@ class Recency:
             found.append((stretch, count))
             at += count
         return found
+
+    def knows(self, keys: Sequence[int]) -> bool:
+        """Whether all of a chain is there."""
+        return sum(count for _, count in self.path(keys)) == len(keys)
 
     def use(self, keys: Sequence[int], *, pins: int = 0) -> int:
         """These blocks are used; ``pins`` is 1 as a request takes hold of them, -1 as it lets go. Returns how many are
@@ -102,11 +130,22 @@ class Recency:
             used.pins = max(0, used.pins + pins)
             self._order.move_to_end(used)
         known = sum(count for _, count in path)
-        if pins < 0 and known < len(keys):  # some that it held on to went all the same: those behind them are let go of
-            for key in keys[known:]:
-                if (behind := self._by_first.get(key)) is not None:
-                    behind.pins = max(0, behind.pins - 1)
+        if pins < 0:
+            self._let_go_behind(keys[known:])
         return known
+
+    def let_go(self, keys: Sequence[int]) -> None:
+        """A request no longer holds on to these blocks, which is no use of them."""
+        path = self.path(keys)
+        for stretch, _ in path:
+            stretch.pins = max(0, stretch.pins - 1)
+        self._let_go_behind(keys[sum(count for _, count in path) :])
+
+    def _let_go_behind(self, keys: Sequence[int]) -> None:
+        """Some that a request held on to went all the same: those behind them are let go of, too."""
+        for key in keys:
+            if (stretch := self._by_first.get(key)) is not None:
+                stretch.pins = max(0, stretch.pins - 1)
 
     def remove(self, key: int) -> None:
         """The rank gave up a block that it had. Tails go first; one that went out of turn is let go of with the block
@@ -124,6 +163,7 @@ class Recency:
             self._by_last[stretch.keys[-1]] = stretch
         else:
             del self._order[stretch]
+            self._branch(stretch.parent, by=-1)
             if self._by_first.get(first) is stretch:
                 del self._by_first[first]
 
@@ -136,8 +176,10 @@ class Recency:
 
     def _cut(self, stretch: Stretch, count: int) -> Stretch:
         """Make the first blocks a stretch of their own and return it."""
-        head = Stretch(stretch.keys[:count], stretch.pins)
+        head = Stretch(stretch.keys[:count], stretch.pins, parent=stretch.parent)
         del stretch.keys[:count]
+        stretch.parent = head.keys[-1]
+        head.branches = 1
         self._by_first[stretch.keys[0]] = stretch
         self._enter(head)
         return head

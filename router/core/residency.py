@@ -9,13 +9,14 @@ where they belong (``core/adoption``): no position is ever guessed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from router.core.adoption import Expected
 from router.core.blocks import Blocks
 from router.core.provisional import DENSE
+from router.core.radix_pool import RadixPool
 from router.core.rank_state import RankState, keys_of_event
 from router.core.shared_pool import SharedPool
 from router.core.usable import Kind, Rule, rule_of
@@ -166,11 +167,25 @@ class Residency(Blocks):
     ) -> tuple[int | None, Sequence[int]]:
         """The event's chain in the namespace that waits for it, if the rank has the block before it there, too."""
         key = None if parent is None else self._runs.key(parent)
-        own, claimed = self.namespaces.claim(key, keys, waits=self.provisional.waits(slot))
+        waits = self._waits(rank, slot)
+        if keys and event.parent is not None and not waits(keys[-1]):
+            for place in rank.names.all_places(event.parent)[:-1]:
+                other = self._runs.key(place)
+                behind = keys_of_event(event, other, unit_tokens=self.block_tokens)
+                if other is not None and waits(behind[-1]):
+                    return place, behind
+        own, claimed = self.namespaces.claim(key, keys, waits=waits)
         if own == key or event.parent is None:
             return parent, claimed
         places = rank.names.all_places(event.parent)
         return next(((place, claimed) for place in places if self._runs.key(place) == own), (parent, keys))
+
+    def _waits(self, rank: RankState, slot: int) -> Callable[[int], bool]:
+        """Whether a block is due: it is promised, or the last of a request that is unheard of."""
+        promised, pool = self.provisional.waits(slot), rank.pool
+        if not isinstance(pool, RadixPool):
+            return promised
+        return lambda key: promised(key) or pool.awaits(key)
 
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         if self._is_report(rank, event):
@@ -231,6 +246,11 @@ class Residency(Blocks):
                     self._lose_sparse(rank, slot, name, event.group)
         elif tier != GPU or event.group == rank.dense_group:
             copies = self._copies(slot)
+            if self.namespaces and isinstance(rank.pool, RadixPool) and tier == GPU:
+                for name in reversed(event.hashes):  # of one name that block goes which nothing is behind any more
+                    if (key := self._remove_dense(rank, slot, name, tier)) is not None:
+                        rank.pool.removed((key,), copies=copies)
+                return
             gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
                 rank.pool.removed(gone, copies=copies)
@@ -260,7 +280,9 @@ class Residency(Blocks):
         if self.namespaces:
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
             alike = [each for each in self.namespaces.alike(key) if each in places]
-            key = next((each for each in alike if self._runs.holds(slot, places[each], tier=tier)), key)
+            held = [each for each in alike if self._runs.holds(slot, places[each], tier=tier)]
+            first = rank.pool.first_to_go(held) if isinstance(rank.pool, RadixPool) and len(held) > 1 else None
+            key = first or next(iter(held), key)
             place = places[key]
         if tier == GPU and rank.orphans and not self._runs.holds(slot, place):  # another rank gave it the name
             rank.drop_orphan(name)
