@@ -103,6 +103,7 @@ def build(settings: ShimSettings) -> Shim:
                 publisher=publisher,
                 clock=time.perf_counter,
                 mover=mover,
+                overlaps=settings.overlaps,
             )
             for rank, (scheduler, runner, publisher, mover) in enumerate(
                 zip(schedulers, watched, publishers, movers, strict=True)
@@ -206,6 +207,8 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     if settings.runner is RunnerKind.SIM:
         if settings.speculative is not None:
             raise StartError("speculative: a timing model has nothing to try drafts with; use --runner torch")
+        if settings.overlap:
+            raise StartError("overlap: a timing model runs nothing that could be overlapped; use --runner torch")
         times = StepTimes(
             prefill_tokens_per_second=settings.sim_prefill_rate,
             decode_step_seconds=settings.sim_decode_step / 1000,
@@ -239,6 +242,7 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
             barrier=barrier,
             kernels=kernels,
             graph_decodes=settings.graph_decodes,
+            overlaps=settings.overlaps,
         )
 
     return torch_runner

@@ -90,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(
                 f"--no-{option[2:]}", dest=name, action="store_false", help=f"Do not {knob.description}"
             )
+        elif knob.annotation == bool | None:
+            parser.add_argument(option, dest=name, action=argparse.BooleanOptionalAction, help=knob.description)
         else:
             default = "" if knob.default is None else f" Default: {knob.default}."
             parser.add_argument(option, dest=name, metavar=_metavar(name, knob), help=f"{knob.description}{default}")

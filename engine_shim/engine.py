@@ -4,16 +4,20 @@
 
     event loop                          engine thread
     ----------                          -------------
-    submit / abort / call  --queue-->   commands, then: schedule -> run -> commit
+    submit / abort / call  --queue-->   commands, then: schedule -> launch -> land -> commit
     Mailbox.take           <--loop---   the step's events published, then its tokens, in one callback
 
 Only the engine thread touches the scheduler, the runner and the live event socket. A step's events leave
 before its tokens do, so whoever reads an answer's end can know what the cache holds.
 
+**Overlap.** With a runner that launches, the next step is scheduled and launched while the one before runs, and only
+then is that one waited for, committed and told; its tokens reach the next step on the device. Commands wait until
+nothing is launched, and while one waits nothing more is launched ahead. What else a step waits for: ``Scheduler``.
+
 **Failure.** A step whose runner raises ends that step's requests with ``ERROR`` and the rank goes on; after
-``MAX_FAILED_STEPS`` such steps in a row the rank fails. A step one of whose loads did not arrive is run again without.
-Any other error, a cache that contradicts itself or its shadow above all, fails the rank at once. A failed rank ends all
-its requests, takes no more, and says why in ``failure``.
+``MAX_FAILED_STEPS`` such steps in a row the rank fails. What was launched behind a failed step is lost with it. A step
+one of whose loads did not arrive is run again without. Any other error, a cache that contradicts itself or its shadow
+above all, fails the rank at once. A failed rank ends all its requests, takes no more, and says why in ``failure``.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ import asyncio
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar, cast
 
 import structlog
 
@@ -36,7 +41,17 @@ from engine_shim.mailbox import Mailbox
 from engine_shim.metrics import Latencies
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.stats import Stats
-from engine_shim.types import Batch, CacheLayout, FinishReason, Output, Request, Runner
+from engine_shim.timing import Timing
+from engine_shim.types import (
+    Batch,
+    CacheLayout,
+    FinishReason,
+    LaunchingRunner,
+    Output,
+    Request,
+    Runner,
+    StepLanding,
+)
 from router.wire.kv_events import Snapshot
 
 log = structlog.get_logger(__name__)
@@ -47,16 +62,6 @@ CHECK_INTERVAL_SECONDS = 5.0
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A request in the engine, as its thread remembers it."""
-
-    request: Request
-    scheduled_seconds: float | None = None
-    first_token_seconds: float | None = None
-    last_token_seconds: float = 0.0
-
-
 class EngineStopped(Exception):
     """The rank takes no more work: it failed, or the process is ending."""
 
@@ -64,7 +69,7 @@ class EngineStopped(Exception):
 class Engine:
     """A rank. ``submit``, ``abort``, ``call`` and the properties are for the event loop's thread.
 
-    ``clock`` is the one that stamped ``Request.arrival_seconds``.
+    ``clock`` is the one that stamped ``Request.arrival_seconds``. ``overlaps``: the runner is one that launches.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Engine:
         publisher: EventPublisher | None,
         clock: Callable[[], float],
         mover: BackgroundMover | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.rank = rank
         self.layout = layout
@@ -85,13 +91,15 @@ class Engine:
         self.failure: str | None = None
         self._scheduler = scheduler
         self._runner = runner
+        self._overlaps = overlaps
+        self._launched: deque[tuple[Batch, StepLanding]] = deque()
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._mover = mover
         if mover is not None:
             mover.notify = functools.partial(self._commands.put, scheduler.poll)
         self._is_blocked = False
-        self._flights: dict[str, _Flight] = {}
+        self._timing = Timing(self.latencies)
         self._open: dict[str, tuple[Mailbox, int]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
@@ -213,9 +221,29 @@ class Engine:
             self._deliver(refused)
             return
         self._is_blocked = False
-        self._note_scheduled(batch)
+        self._launch(batch)
+        while self._launched:
+            if len(self._launched) == 1 and self._overlaps and self._commands.empty():
+                ahead = self._scheduler.schedule_ahead()
+                if ahead is not None:
+                    self._launch(ahead)
+            self._land()
+
+    def _launch(self, batch: Batch) -> None:
+        self._timing.scheduled(batch, self._clock())
+        landing: StepLanding = functools.partial(self._runner.run, batch)
+        if self._overlaps:
+            try:
+                landing = cast("LaunchingRunner", self._runner).launch(batch)
+            except Exception as error:  # noqa: BLE001 - what a step raises is dealt with when it lands
+                landing = functools.partial(_raise, error)
+        self._launched.append((batch, landing))
+
+    def _land(self) -> None:
+        """Wait for the oldest launched step, book it, and tell what came of it."""
+        batch, landing = self._launched.popleft()
         try:
-            sampled = self._runner.run(batch)
+            sampled = landing()
         except IntegrityError:
             raise
         except LoadError as error:
@@ -235,6 +263,10 @@ class Engine:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
         log.error("step_failed", rank=self.rank, requests=len(batch.chunks), exc_info=error)
+        while self._launched:
+            _, landing = self._launched.popleft()
+            with suppress(Exception):
+                landing()
         return self._scheduler.fail(batch)
 
     def _publish(self) -> None:
@@ -243,11 +275,11 @@ class Engine:
             self.publisher.publish(events)
 
     def _add(self, request: Request) -> None:
-        self._flights[request.id] = _Flight(request)
+        self._timing.began(request)
         self._scheduler.add(request)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._flights:
+        if request_id in self._timing:
             self._scheduler.abort(request_id)
             self._deliver(self._scheduler.drain_outputs())
 
@@ -268,57 +300,14 @@ class Engine:
         result = work()
         self._in_loop(_resolve, answer, result)
 
-    def _note_scheduled(self, batch: Batch) -> None:
-        now = self._clock()
-        self.latencies.step_tokens.observe(batch.tokens)
-        for chunk in batch.chunks:
-            flight = self._flights[chunk.request.id]
-            if flight.scheduled_seconds is None:
-                flight.scheduled_seconds = now
-                self.latencies.queue.observe(now - chunk.request.arrival_seconds)
-
     def _deliver(self, outputs: Iterable[Output]) -> None:
         now = self._clock()
         news: list[Output] = []
         for output in outputs:
-            flight = self._flights[output.request.id]
-            if output.tokens:
-                self._measure_tokens(flight, now, len(output.tokens))
-            if output.finish is not None:
-                self._measure_end(flight, now, output.finish)
-                del self._flights[output.request.id]
+            self._timing.told(output, now)
             news.append(output)
         if news:
             self._in_loop(self._hand_over, news)
-
-    def _measure_tokens(self, flight: _Flight, now: float, tokens: int) -> None:
-        """Book what one step brought; as in vLLM the gap between two steps is one gap, however many tokens came."""
-        self.latencies.generated_tokens += tokens
-        if flight.first_token_seconds is None:
-            flight.first_token_seconds = now
-            self.latencies.first_token.observe(now - flight.request.arrival_seconds)
-        else:
-            self.latencies.inter_token.observe(now - flight.last_token_seconds)
-        flight.last_token_seconds = now
-
-    def _measure_end(self, flight: _Flight, now: float, finish: FinishReason) -> None:
-        seen, request = self.latencies, flight.request
-        output_tokens = len(request.tokens) - len(request.prompt)
-        seen.finished[finish] += 1
-        seen.end_to_end.observe(now - request.arrival_seconds)
-        seen.prompt_tokens.observe(len(request.prompt))
-        seen.output_tokens.observe(output_tokens)
-        seen.max_tokens.observe(request.sampling.max_tokens)
-        seen.choices.observe(1)
-        if flight.scheduled_seconds is None or flight.first_token_seconds is None:
-            return
-        decode_seconds = flight.last_token_seconds - flight.first_token_seconds
-        seen.prefilled_tokens.observe(len(request.prompt) - request.cached_tokens)
-        seen.prefill.observe(flight.first_token_seconds - flight.scheduled_seconds)
-        seen.decode.observe(decode_seconds)
-        seen.inference.observe(flight.last_token_seconds - flight.scheduled_seconds)
-        if output_tokens > 1:
-            seen.per_output_token.observe(decode_seconds / (output_tokens - 1))
 
     def _in_loop(self, work: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "the thread starts after the loop is known"
@@ -351,6 +340,10 @@ class Engine:
 def _resolve(answer: asyncio.Future[_T], result: _T) -> None:
     if not answer.done():
         answer.set_result(result)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ bias, stop tokens held back, penalties, temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
@@ -56,14 +56,13 @@ def uniform(seed: str, draws: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token for each row of ``logits`` ``[rows, vocab]``. Temperature 0 is greedy, ties go to the lowest id."""
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """A token for each row of ``logits`` ``[rows, vocab]``. Temperature 0 is greedy, ties go to the lowest id."""
     chosen = logits.argmax(dim=-1)
     rows = [row for row, draw in enumerate(draws) if draw.temperature > 0.0]
     if rows:
         chosen[rows] = _draw(logits[rows], [draws[row] for row in rows])
-    tokens: list[int] = chosen.tolist()
-    return tokens
+    return chosen
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -91,6 +90,61 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return order.gather(-1, index).squeeze(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Of one chunk's rows: the chosen tokens' own ``[rows]``, and the likeliest with their ids, ``[rows, count]``."""
+
+    own: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+class Choice:
+    """The tokens of one step, on the device: ``tokens`` ``[rows]``, of each chunk its own and one for each draft.
+
+    The copy to the host is under way from the beginning; ``sampled`` waits for it. ``logprobs`` and ``stuck`` (whose
+    grammar cannot go on) go by the number of the chunk.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        drafts: Sequence[tuple[int, ...]],
+        *,
+        logprobs: Mapping[int, _Logprobs] | None = None,
+        stuck: frozenset[int] = frozenset(),
+    ) -> None:
+        self.tokens = tokens
+        self._drafts = drafts
+        self._stuck = stuck
+        self._tokens = _to_host(tokens)
+        self._logprobs = {
+            place: _Logprobs(_to_host(each.own), _to_host(each.values), _to_host(each.ids))
+            for place, each in (logprobs or {}).items()
+        }
+        self._copied = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def sampled(self) -> list[Sampled]:
+        """What each chunk came to, in order."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        chosen: list[int] = self._tokens.tolist()
+        if len(chosen) == len(self._drafts) and not (self._logprobs or self._stuck):
+            return [Sampled((token,)) for token in chosen]
+        results, row = [], 0
+        for place, tried in enumerate(self._drafts):
+            tokens = held(chosen[row : row + 1 + len(tried)], tried)
+            row += 1 + len(tried)
+            logprobs = _told(self._logprobs[place], len(tokens)) if place in self._logprobs else ()
+            results.append(
+                Sampled((), drafted=len(tried)) if place in self._stuck else Sampled(tokens, logprobs, len(tried))
+            )
+        return results
+
+
 @dataclass(slots=True)
 class _History:
     """How often a request's tokens have come, ``[vocab]`` each; ``known`` tokens have been counted."""
@@ -110,10 +164,13 @@ class Sampler:
     stop_token_ids: frozenset[int] = frozenset()
     _histories: WeakKeyDictionary[Request, _History] = field(default_factory=WeakKeyDictionary)
 
-    def __call__(self, logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[int, ...]]) -> list[Sampled]:
-        """What each chunk comes to. Its rows of ``logits``, which are overwritten, are one more than its drafts."""
+    def __call__(self, logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[int, ...]]) -> Choice:
+        """What each chunk comes to, without waiting for the device.
+
+        A chunk's rows of ``logits``, which are overwritten, are one more than its drafts.
+        """
         if not any(drafts) and all(_is_plain(chunk.request) for chunk in chunks):
-            return [Sampled((token,)) for token in logits.argmax(dim=-1).tolist()]
+            return Choice(logits.argmax(dim=-1), drafts)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         draws: list[Draw] = []
         told: dict[Request, Tensor] = {}
@@ -125,17 +182,19 @@ class Sampler:
             self._adjust(rows, chunk, tried)
             draws += [Draw.of(chunk, place=place) for place in range(1 + len(tried))]
         chosen = sample(logits, draws)
-        results, row = [], 0
-        for chunk, tried in zip(chunks, drafts, strict=True):
-            tokens = held(chosen[row : row + 1 + len(tried)], tried)
-            row += 1 + len(tried)
-            logprobs: tuple[TokenLogprob, ...] = ()
+        logprobs: dict[int, _Logprobs] = {}
+        row = 0
+        for place, (chunk, tried) in enumerate(zip(chunks, drafts, strict=True)):
             if chunk.request in told:
-                logprobs = _logprobs(told[chunk.request], tokens, chunk.request.sampling.logprobs or 0)
-            results.append(
-                Sampled((), drafted=len(tried)) if chunk.request in stuck else Sampled(tokens, logprobs, len(tried))
-            )
-        return results
+                tokens = chosen[row : row + 1 + len(tried)]
+                logprobs[place] = _logprobs(told[chunk.request], tokens, chunk.request.sampling.logprobs or 0)
+            row += 1 + len(tried)
+        return Choice(
+            chosen,
+            drafts,
+            logprobs=logprobs,
+            stuck=frozenset(place for place, chunk in enumerate(chunks) if chunk.request in stuck),
+        )
 
     def _adjust(self, rows: Tensor, chunk: Chunk, tried: tuple[int, ...]) -> None:
         """Apply what a request wants of its logits; most want nothing, and it costs nothing."""
@@ -227,11 +286,23 @@ def _constrain(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[i
     return stuck
 
 
-def _logprobs(rows: Tensor, tokens: Sequence[int], likeliest: int) -> tuple[TokenLogprob, ...]:
-    rows = rows[: len(tokens)].clamp(min=_LEAST_LOGPROB)
-    own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None]).squeeze(1).tolist()
-    values, ids = (each.tolist() for each in rows.topk(min(likeliest, rows.shape[1]), dim=-1))
+def _logprobs(rows: Tensor, tokens: Tensor, likeliest: int) -> _Logprobs:
+    rows = rows.clamp(min=_LEAST_LOGPROB)
+    return _Logprobs(rows.gather(1, tokens[:, None]).squeeze(1), *rows.topk(min(likeliest, rows.shape[1]), dim=-1))
+
+
+def _told(logprobs: _Logprobs, tokens: int) -> tuple[TokenLogprob, ...]:
+    """Of the first so many tokens."""
+    own, values, ids = (part[:tokens].tolist() for part in (logprobs.own, logprobs.values, logprobs.ids))
     return tuple(
         TokenLogprob(logprob, tuple(zip(top_ids, top_values, strict=True)))
         for logprob, top_ids, top_values in zip(own, ids, values, strict=True)
     )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there once the device has come that far; on the CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

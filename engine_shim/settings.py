@@ -170,6 +170,11 @@ class ShimSettings(BaseModel):
         description="KIND:K: try up to K drafts a step, which change no answer. ngram: out of the request's own text; "
         "draft: of the model's own draft head.",
     )
+    overlap: bool | None = Field(
+        None,
+        description="Schedule and launch the next step while one runs; its tokens stay on the device. "
+        "Default: on CUDA.",
+    )
     shadow_steps: Annotated[int, Field(ge=0)] = Field(
         16, description="Of every so many steps check one request's cache slots against their shadow; 0 for never."
     )
@@ -191,6 +196,11 @@ class ShimSettings(BaseModel):
         if value == "":
             raise ValueError("an empty text names no directory")
         return value
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps are launched ahead."""
+        return self.device is Device.CUDA and self.runner is RunnerKind.TORCH if self.overlap is None else self.overlap
 
     @property
     def drafts(self) -> DraftKind | None:

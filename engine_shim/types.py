@@ -7,7 +7,7 @@ every pool is the null page: it stands in page tables where nothing is held and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -247,6 +247,9 @@ class Chunk:
 
     A chunk that rebuilds a window: positions before ``rebuilt_until`` have their place in all but the window group
     already, which is read and not written, and window layers look back to ``window_start`` only.
+
+    ``awaits_token``: the token at ``start``, the only one of the chunk, is what the step launched before has sampled
+    for this request, which the host does not know yet. The ``tables`` are then the chunk's own.
     """
 
     request: Request
@@ -258,6 +261,7 @@ class Chunk:
     room: int = 0
     rebuilt_until: int = 0
     window_start: int = 0
+    awaits_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +322,18 @@ class Runner(Protocol):
     """
 
     def run(self, batch: Batch) -> list[Sampled]: ...
+
+
+#: Waits for a launched step and returns, or raises, what ``run`` would have. Called once.
+StepLanding = Callable[[], list[Sampled]]
+
+
+class LaunchingRunner(Runner, Protocol):
+    """A runner that can have a step run while its caller goes on.
+
+    Steps run in the order in which they are launched, each before the next, and land in that order. All that a step
+    needs of its batch but the awaited tokens is read before ``launch`` returns. What it raises of its own may be told
+    by the landing. Called from the rank's own thread.
+    """
+
+    def launch(self, batch: Batch) -> StepLanding: ...

@@ -69,7 +69,7 @@ class Plan:
     """One batch on the device. ``sampled`` holds the rows whose logits choose a token, in chunk order.
 
     Of a chunk with drafts these are the rows of its last own token and of each draft. ``chunks`` are as they ran, with
-    drafts as positions like any other.
+    drafts as positions like any other. ``tokens`` has a 0 where one is awaited.
     ``groups`` are those of attention, none where kernels go by page tables (``tables``). ``states`` is None for a model
     without recurrent layers.
     """
@@ -97,9 +97,7 @@ def make_plan(
     """
     drafts = drafts or ((),) * len(batch.chunks)
     tokens = [
-        token
-        for chunk, drafted in zip(batch.chunks, drafts, strict=True)
-        for token in (*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *drafted)
+        token for chunk, drafted in zip(batch.chunks, drafts, strict=True) for token in (*_own_tokens(chunk), *drafted)
     ]
     # From here on a draft is a position like any other.
     chunks = [
@@ -127,6 +125,11 @@ def make_plan(
         ),
         states=_states(chunks, layout.state, drafts=drafts, device=device) if layout.state else None,
     )
+
+
+def _own_tokens(chunk: Chunk) -> Sequence[int]:
+    """The chunk's tokens; 0 in the place of one that is awaited."""
+    return (0,) if chunk.awaits_token else chunk.request.tokens[chunk.start : chunk.start + chunk.count]
 
 
 def group_plan(

@@ -71,9 +71,9 @@ class DecodeInputs:
         )
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Put decodes in the first places, and nobody in the others."""
+        """Put decodes in the first places, and nobody in the others. Tokens that are awaited are 0."""
         tables = page_tables(chunks, self._layout, device=torch.device("cpu"))
-        self._put(self.tokens, [chunk.request.tokens[chunk.start] for chunk in chunks])
+        self._put(self.tokens, [0 if chunk.awaits_token else chunk.request.tokens[chunk.start] for chunk in chunks])
         self._put(self.positions, [chunk.start for chunk in chunks])
         self._put(self.tables.lengths, tables.lengths)
         for mine, theirs in zip(self.tables.groups, tables.groups, strict=True):
@@ -125,13 +125,14 @@ class DecodeGraphs:
         fits = 0 < len(batch.chunks) <= self._largest and not batch.loads
         return fits and all(chunk.count == 1 and chunk.samples for chunk in batch.chunks)
 
-    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run one step of decodes: ``[chunks, vocab_size]``."""
+    def logits(self, chunks: Sequence[Chunk], *, put_awaited: Callable[[Tensor], None]) -> Tensor:
+        """Run one step of decodes: ``[chunks, vocab_size]``. ``put_awaited`` gets the token ids to complete."""
         size = min(1 << (len(chunks) - 1).bit_length(), self._largest)
         step = self._steps.get(size)
         if step is None:
             step = self._steps[size] = self._make(size)
         step.inputs.fill(chunks)
+        put_awaited(step.inputs.tokens)
         return step.replay()[: len(chunks)]
 
     def _make(self, size: int) -> _Step:

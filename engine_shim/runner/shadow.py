@@ -11,12 +11,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from engine_shim.cache.integrity import IntegrityError
-from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Runner, Sampled
+from engine_shim.types import (
+    NULL_PAGE,
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    Chunk,
+    GroupKind,
+    LaunchingRunner,
+    Runner,
+    Sampled,
+    StepLanding,
+)
 from router.wire.block_keys import namespace_seed
 
 Integers = npt.NDArray[np.int64]
@@ -83,21 +96,37 @@ class ShadowRunner:
 
         Where drafts did not hold nothing counts as written.
         """
+        checked = self._before(batch)
+        return self._after(batch, checked, self._inner.run(batch))
+
+    def launch(self, batch: Batch) -> StepLanding:
+        """The same in two parts; the inner runner has to be one that launches.
+
+        Of what the step before is still writing nothing is known yet: that is looked at when this one has landed.
+        """
+        checked = self._before(batch)
+        landing = cast("LaunchingRunner", self._inner).launch(batch)
+        return lambda: self._after(batch, checked, landing())
+
+    def _before(self, batch: Batch) -> tuple[Chunk, ...]:
         self._steps += 1
         for guard in self.guards:
             guard(batch)
         checked = self._chosen(batch)
         for chunk in checked:
-            self._check(chunk, chunk.request.tokens[: chunk.start])
-        chains = [self._chains(chunk) for chunk in batch.chunks]
+            self._check(chunk, chunk.request.tokens[: min(chunk.start, chunk.request.computed_tokens)])
         for chunk in batch.chunks:
             self._forget(chunk)  # whatever a failing step writes there is nothing to rely on
-        results = self._inner.run(batch)
+        return checked
+
+    def _after(self, batch: Batch, checked: tuple[Chunk, ...], results: list[Sampled]) -> list[Sampled]:
         sampled = iter(results)
         held = [next(sampled).tokens[:-1] if chunk.samples else () for chunk in batch.chunks]
-        for chunk, prefix, drafts in zip(batch.chunks, chains, held, strict=True):
-            self._write(chunk, prefix, drafts)
-        for chunk, drafts in zip(batch.chunks, held, strict=True):
+        # A request that was aborted meanwhile has not been given the token that the chunk awaited.
+        known = [len(chunk.request.tokens) >= chunk.start + chunk.count for chunk in batch.chunks]
+        for chunk, drafts in compress(zip(batch.chunks, held, strict=True), known):
+            self._write(chunk, self._chains(chunk), drafts)
+        for chunk, drafts in compress(zip(batch.chunks, held, strict=True), known):
             if chunk in checked:
                 self._check(chunk, [*chunk.request.tokens[: chunk.start + chunk.count], *drafts])
         return results
@@ -207,6 +236,8 @@ class ShadowRunner:
                     start, stop = max(chunk.window_start, chunk.start + 1 - (group.window_tokens or 0)), end
                 case GroupKind.STATE:
                     start, stop = end - 1, end
+            if start >= stop or (group.kind is GroupKind.STATE and end < chunk.start):
+                continue
             if group.kind is GroupKind.STATE:
                 places = np.array([chunk.tables[group.index][end > chunk.start]], dtype=np.int64)
             else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +17,10 @@ from engine_shim.attention.recurrent import PagedRecurrence, States
 from engine_shim.attention.tables import page_tables
 from engine_shim.model.decoder import Attention, Decoder
 from engine_shim.offload.barrier import LayerBarrier
+from engine_shim.runner.steps import Step
 from engine_shim.sampling import Sampler
 from engine_shim.speculative.drafter import Drafter
-from engine_shim.types import Batch, CacheLayout, Sampled
+from engine_shim.types import Batch, CacheLayout, Sampled, StepLanding
 
 if TYPE_CHECKING:
     from engine_shim.runner.graphs import DecodeGraphs
@@ -38,10 +41,12 @@ class TorchRunner:
         barrier: LayerBarrier | None = None,
         kernels: bool = False,
         graph_decodes: int = 0,
+        overlaps: bool = False,
     ) -> None:
         """``barrier`` is the one that the drafter waits at, too. With ``kernels`` Triton's attend, not torch.
 
-        Without a drafter, steps of up to ``graph_decodes`` decodes then run as graphs (``graphs``).
+        Without a drafter, steps of up to ``graph_decodes`` decodes then run as graphs (``graphs``). ``overlaps``: on
+        the CPU launched steps run in a thread of their own; CUDA's stream is one already.
         """
         self.decoder = decoder
         self.layout = layout
@@ -70,17 +75,50 @@ class TorchRunner:
         self._drafter = drafter
         self._kernels = kernels
         self._graphs = self._new_graphs(graph_decodes) if kernels and graph_decodes and drafter is None else None
+        has_stream = not overlaps or decoder.device.type == "cuda"
+        self._thread = None if has_stream else ThreadPoolExecutor(1, thread_name_prefix="forward")
+        self._newest: Step | None = None
         self._sampler = Sampler(stop_token_ids=frozenset(decoder.config.eos_token_ids))
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> list[Sampled]:
         """Run one step; the one wait for the device is for the sampled tokens.
 
         Raises ``LoadError`` where a load of the batch does not arrive.
         """
+        return self.launch(batch)()
+
+    def launch(self, batch: Batch) -> StepLanding:
+        """See ``LaunchingRunner``. With a drafter, which has to know what held, the step runs when it lands."""
+        if self._drafter is not None:
+            return functools.partial(self._run_drafted, batch)
+        takes_graph = self._graphs is not None and self._graphs.takes(batch)
+        step = self._newest = Step(batch, None if takes_graph else self._plan(batch), behind=self._newest)
+        if self._thread is None:
+            self._forward(step)
+        else:
+            step.running = self._thread.submit(self._forward, step)
+        return step.sampled
+
+    @torch.inference_mode()
+    def _forward(self, step: Step) -> None:
+        """Run a step's layers and choose its tokens, which on CUDA is to say: have the stream do so."""
+        batch, plan = step.batch, step.plan
         self.barrier.expect(batch.loads)
-        if self._graphs is not None and self._graphs.takes(batch):
-            return self._sampler(self._graphs.logits(batch.chunks), batch.chunks, ((),) * len(batch.chunks))
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        if plan is None:
+            assert self._graphs is not None
+            logits = self._graphs.logits(batch.chunks, put_awaited=step.put_awaited)
+        else:
+            step.put_awaited(plan.tokens)
+            hidden = self._hidden(plan, self._recurrence(plan))
+            if not sampling:
+                return
+            logits = self.decoder.logits(hidden.index_select(0, plan.sampled))
+        step.choice = self._sampler(logits, sampling, ((),) * len(sampling))
+
+    @torch.inference_mode()
+    def _run_drafted(self, batch: Batch) -> list[Sampled]:
+        self.barrier.expect(batch.loads)
         drafts = self._drafts(batch)
         plan = self._plan(batch, drafts)
         recurrence = self._recurrence(plan)
@@ -97,9 +135,9 @@ class TorchRunner:
                     if tried
                 ]
             )
-        if self._drafter is not None:
-            ends = [chunk.start + chunk.count + more for chunk, more in zip(batch.chunks, held, strict=True)]
-            self._drafter.observe(plan, hidden, ends)
+        assert self._drafter is not None
+        ends = [chunk.start + chunk.count + more for chunk, more in zip(batch.chunks, held, strict=True)]
+        self._drafter.observe(plan, hidden, ends)
         return results
 
     def _sample(self, hidden: Tensor, batch: Batch, drafts: Sequence[tuple[int, ...]]) -> list[Sampled]:
@@ -107,7 +145,7 @@ class TorchRunner:
         if not sampling:
             return []
         chunks, tried = zip(*sampling, strict=True)
-        return self._sampler(self.decoder.logits(hidden), chunks, tried)
+        return self._sampler(self.decoder.logits(hidden), chunks, tried).sampled()
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:

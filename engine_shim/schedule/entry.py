@@ -41,6 +41,9 @@ class Entry:
     not in the tree yet. ``admitted``: it has run before. ``aborted``: it ends when the batch it is part of is
     committed. ``leader``: the running request whose prefill this one waits for, up to ``lead_tokens``;
     ``asked_admissions``: how many requests had been admitted when one was looked for last.
+
+    ``launches``: the launched steps it is part of, which run ``launched_tokens`` positions behind the computed ones and
+    sample ``launched_samples`` tokens. Until they are committed it keeps its pages, come what may.
     """
 
     request: Request
@@ -62,6 +65,9 @@ class Entry:
     load: Load | None = None
     loaded_tokens: int = 0
     fetches: set[int] = field(default_factory=set)
+    launches: int = 0
+    launched_tokens: int = 0
+    launched_samples: int = 0
 
     @property
     def receipt_held(self) -> Receipt:
@@ -70,14 +76,20 @@ class Entry:
         return self.receipt
 
     @property
+    def next_start(self) -> int:
+        """The first position that is neither computed nor launched."""
+        return self.request.computed_tokens + self.launched_tokens
+
+    @property
     def remaining_tokens(self) -> int:
-        """Positions known and not computed; one for a request that decodes."""
-        return len(self.request.tokens) - self.request.computed_tokens
+        """Positions that can be run and are not launched; one for a request that decodes."""
+        return len(self.request.tokens) + self.launched_samples - self.next_start
 
     @property
     def next_tokens(self) -> int:
         """Positions that one chunk may run at most: up to the next stop or to the end."""
-        return self.stops[0] - self.request.computed_tokens if self.stops else self.remaining_tokens
+        start = self.next_start
+        return next((stop - start for stop in self.stops if stop > start), self.remaining_tokens)
 
     @property
     def waits_for_leader(self) -> bool:

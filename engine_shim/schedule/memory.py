@@ -6,19 +6,21 @@ The only place where a page changes its owner::
                         |                 |
                         +--slide, leave   +--admit (reads under a lock)
 
-Nothing here is called while a batch runs, so no page that is given back can still be written by one. Transfers go on
-all the time: what a save reads is pinned in the tree, and what a load writes is the request's own; if that leaves
-before the load has landed, the pages are *adrift* until then and belong to nobody else.
+While steps are launched nobody leaves who is in one of them, and pages that are given up are held back (``held_back``),
+so none that a launched step uses is ever free. What the tree gives up is in no step: those who are hold its locks.
+Transfers go on all the time: what a save reads is pinned in the tree, and what a load writes is the request's own; if
+that leaves before the load has landed, the pages are *adrift* until then and belong to nobody else.
 """
 
 from __future__ import annotations
 
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.integrity import IntegrityError, check_integrity
 from engine_shim.cache.radix import RadixCache
 from engine_shim.cache.transfers import Mover
 from engine_shim.schedule.entry import Entry
+from engine_shim.schedule.held_back import HeldBack
 from engine_shim.schedule.offload import Offload
+from engine_shim.schedule.recount import recount
 from engine_shim.schedule.transit import Load, OffloadPlan
 from engine_shim.schedule.windows import windows_of
 from engine_shim.types import NULL_PAGE, CacheLayout, WindowTails
@@ -41,7 +43,8 @@ class Memory:
         self.page_tokens = self._page = layout.page_tokens
         self._layout = layout
         self._stores = layout.window_tails is WindowTails.STORED
-        self._windows = windows_of(layout, self.cache, take=self._take)
+        self.held_back = HeldBack(self.cache.pools)
+        self._windows = windows_of(layout, self.cache, take=self._take, give_up=self.held_back.give_up)
         self._window = self._windows.group
         self._state = layout.state.index if layout.state else None
         self._checkpoint = layout.checkpoint_tokens
@@ -52,6 +55,11 @@ class Memory:
     def aligns_chunks(self) -> bool:
         """Prefill chunks should end on page boundaries: only there a recurrent state can be kept."""
         return self._state is not None
+
+    @property
+    def tenants(self) -> int:
+        """How many requests hold pages."""
+        return len(self._tenants)
 
     @property
     def is_idle(self) -> bool:
@@ -142,7 +150,7 @@ class Memory:
 
         ``spare_pages`` of the latter are left for others.
         """
-        start, end = entry.request.computed_tokens, entry.request.computed_tokens + tokens
+        start, end = entry.next_start, entry.next_start + tokens
         fitting = self._end_that_fits(entry, spare_pages)
         if end > fitting:
             self._windows.trim_passed_locks(self._tenants)
@@ -175,12 +183,19 @@ class Memory:
         tables = entry.request.tables
         if self._state is not None and tables[self._state][1] == NULL_PAGE:
             tables[self._state][1:] = self._take(self._state, 1)
-        pages = -(-(entry.request.computed_tokens + tokens) // self._page)
+        pages = -(-(entry.next_start + tokens) // self._page)
         for group, table in enumerate(tables):
             if group == self._window:
                 self._windows.grow(entry, pages)
             elif group != self._state and len(table) < pages:
                 table += self._take(group, pages - len(table))
+
+    def tables_behind(self, entry: Entry) -> tuple[list[int], ...]:
+        """Tables of its own for a chunk behind a launched one: it goes on from the state that this writes, in place."""
+        tables = tuple(list(table) for table in entry.request.tables)
+        if self._state is not None:
+            tables[self._state][0] = tables[self._state][1]
+        return tables
 
     def _start_load(self, entry: Entry, load: Load) -> None:
         """Take pages for a load and send it; the request then is as if it had computed them."""
@@ -272,8 +287,8 @@ class Memory:
         tokens = request.tokens[: pages * self._page]
         given = [self._to_store(entry, group, pages) for group in range(len(request.tables))]
         duplicates = self.cache.insert(request.namespace, tokens, given)
-        for pool, twins in zip(self.cache.pools, duplicates, strict=True):
-            pool.free(twins)
+        for group, twins in enumerate(duplicates):
+            self.held_back.give_up(group, twins)
         if entry.is_rebuilding:
             entry.receipt, tables = self.cache.lock_whole(request.namespace, tokens)
         else:
@@ -324,30 +339,26 @@ class Memory:
                 for pages, targets in zip(owned, map(set, entry.load.targets), strict=True)
             ]
         entry.load = None
-        for group, (pool, pages) in enumerate(zip(self.cache.pools, owned, strict=True)):
+        for group, pages in enumerate(owned):
             if group == self._window:
                 self._windows.give_back(entry, pages)
             else:
-                pool.free(pages)
+                self.held_back.give_up(group, pages)
         self.cache.release(receipt)
         self._tenants.remove(entry)
         entry.receipt = None
         entry.request.tables = ()
 
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` unless every page has exactly one owner and all counts are true."""
-        held: list[list[int]] = [[] for _ in self.cache.pools]
+        """Raise ``IntegrityError`` unless the cache is what it claims to be."""
         for entry in self._tenants:
-            self._check_reads(entry)
             self._windows.check(entry)
-            for pages, own in zip(held, self._owned(entry), strict=True):
-                pages += own
-        for load in self._adrift:
-            for pages, targets in zip(held, load.targets, strict=True):
-                pages += targets
-        receipts = [entry.receipt_held for entry in self._tenants]
-        pins = [] if self.offload is None else list(self.offload.pins())
-        check_integrity(self.cache, held=held, receipts=receipts, pins=pins)
+        recount(
+            self.cache,
+            [(entry, self._owned(entry)) for entry in self._tenants],
+            ownerless=[self.held_back.pages(), *(load.targets for load in self._adrift)],
+            pins=[] if self.offload is None else list(self.offload.pins()),
+        )
         if self.offload is not None:
             self.offload.check()
 
@@ -361,15 +372,6 @@ class Memory:
         self.cache.reset()
         if self.offload is not None:
             self.offload.reset()
-
-    def _check_reads(self, entry: Entry) -> None:
-        """What a request reads and does not own is the tree's, and under its lock."""
-        receipt = entry.receipt_held
-        for group, table in enumerate(entry.request.tables):
-            locked = self.cache.locked_pages(receipt, group)
-            read = set(table[:1] if group == self._state else table[: receipt.pages])
-            if not read <= {NULL_PAGE, *locked, *self._owned(entry)[group]}:
-                raise IntegrityError(f"request {entry.request.id!r} reads pages of group {group} that may be evicted")
 
     def _obtainable(self, group: int) -> int:
         component = self.cache.components[group]

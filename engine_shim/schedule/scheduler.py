@@ -22,28 +22,32 @@ pages and others run.
 
 A request that decodes may have up to ``draft_tokens`` drafts tried, which the runner proposes. They have what is left
 over of a step, and nobody is preempted for their pages. Only those that held ever become tokens of the request.
+
+**Ahead.** While a step runs, the one behind it can be launched (``schedule_ahead``) for those who run already: each
+goes on with the token that is being sampled. Nobody is admitted or preempted in it. Whoever turns out to have ended
+has run one position in vain, and keeps his pages until that step has been committed, too.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.radix import RadixCache
-from engine_shim.cache.transfers import Mover, Place
+from engine_shim.cache.transfers import Mover
+from engine_shim.schedule.cache_face import CacheFace
+from engine_shim.schedule.chunks import Chunks
 from engine_shim.schedule.entry import Entry, by_precedence
+from engine_shim.schedule.launches import Launches
 from engine_shim.schedule.leaders import find_leader
 from engine_shim.schedule.limits import Limits
 from engine_shim.schedule.memory import Memory
 from engine_shim.schedule.stats import Counters, Stats, stats_of
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.types import Batch, CacheLayout, Chunk, FinishReason, Output, Request, Sampled, SchedulingPolicy
-from router.wire.kv_events import Event
 
 
-class Scheduler:
+class Scheduler(CacheFace):
     """Decides what one rank runs. Not thread-safe: one loop calls it.
 
     Raises ``ValueError`` for pools in which not even one request can run.
@@ -65,20 +69,19 @@ class Scheduler:
         layout.require_room()
         if max_running < 1 or chunk_tokens < 1:
             raise ValueError("max_running and chunk_tokens are at least 1")
-        self._events = EventRecorder(layout)
-        self._memory = Memory(layout, self._events, plan=offload, mover=mover)
+        events = EventRecorder(layout)
+        super().__init__(Memory(layout, events, plan=offload, mover=mover), events)
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
-        self._draft_tokens = draft_tokens
         self._policy = policy
-        self._page = layout.page_tokens
         # The last sampled token is never computed, so it needs no page.
         self._limits = Limits(min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1), eos_token_ids)
+        self._chunks = Chunks(self._memory, self._limits, draft_tokens=draft_tokens)
         self._entries: dict[str, Entry] = {}
         self._waiting: list[Entry] = []  # by precedence
         self._running: list[Entry] = []  # as they were admitted
-        self._launched: Batch | None = None
-        self._draft_budget = 0
+        self._launches = Launches(layout)
+        self._is_short = False  # of pages for whoever is next to be admitted
         self._outputs: list[Output] = []
         self._arrivals = self._admissions = 0
         self._counters = Counters()
@@ -92,8 +95,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A request is unfinished, or an output was not drained."""
-        return bool(self._entries or self._outputs)
+        """A request is unfinished, a step is launched, or an output was not drained."""
+        return bool(self._entries or self._launches or self._outputs)
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never fit ends at once with ``FinishReason.ERROR`` (see ``drain_outputs``).
@@ -112,16 +115,17 @@ class Scheduler:
         entry = self._entries[request.id] = Entry(request, (priority, self._arrivals))
         self._memory.look_up(entry)
         insort(self._waiting, entry, key=by_precedence)
+        self._is_short = False
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such request.
 
-        If the launched batch may still write its pages, it keeps them and ends in ``commit``; else it ends now.
+        If a launched step may still write its pages, it keeps them and ends in ``commit``; else it ends now.
         """
         entry = self._entries.get(request_id)
         if entry is None or entry.aborted:
             return False
-        if self._launched and any(chunk.request is entry.request for chunk in self._launched.chunks):
+        if entry.launches:
             entry.aborted = True
             return True
         if entry.receipt is None:
@@ -141,13 +145,13 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch, or None if nothing can run. Every batch must be committed before the next call."""
-        if self._launched is not None:
+        if self._launches:
             raise RuntimeError("the batch before this one was not committed")
         self.poll()
         chunks: dict[Entry, Chunk] = {}
         # Every running request has its token first, and of what is left drafts take no more than prefills.
-        self._draft_budget = (self._chunk_tokens - len(self._running)) // 2
-        for entry in sorted(self._running, key=lambda entry: entry.remaining_tokens > 1):
+        self._chunks.begin(draft_budget=(self._chunk_tokens - len(self._running)) // 2)
+        for entry in self._decodes_first():
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
                 break
@@ -155,53 +159,66 @@ class Scheduler:
             if entry.receipt is not None and self._memory.may_run(entry):
                 self._schedule_running(entry, min(entry.next_tokens, budget), chunks)
         self._admit(chunks)
-        if not chunks:
+        return self._launch(chunks) if chunks else None
+
+    def schedule_ahead(self) -> Batch | None:
+        """The batch behind the launched one, which is to be launched before that has been committed.
+
+        None where it has to wait: somebody could be admitted, needs his token known, or has no page left.
+        """
+        if not self._launches.can_be_followed():
             return None
-        loads = [transfer for entry in chunks if entry.load for transfer in entry.load.outstanding]
-        self._launched = Batch(tuple(chunks.values()), tuple(loads))
-        return self._launched
+        self.poll()
+        if self._may_admit():
+            return None
+        chunks: dict[Entry, Chunk] = {}
+        self._chunks.begin(draft_budget=0)
+        for entry in self._decodes_first():
+            budget = self._chunk_tokens - _total(chunks)
+            if budget == 0:
+                break
+            if entry.load is not None or self._ends_with_launched(entry):
+                continue
+            fitting = self._memory.fit(entry, min(entry.next_tokens, budget))
+            if fitting == 0:
+                return None
+            chunks[entry] = self._chunks.cut(entry, fitting)
+        return self._launch(chunks) if chunks else None
 
     def commit(self, batch: Batch, sampled: Sequence[Sampled]) -> list[Output]:
-        """Book what the runner did: something sampled for each chunk that samples, in order."""
-        if batch is not self._launched:
-            raise RuntimeError("this is not the launched batch")
+        """Book what the runner did with the oldest launched batch: something for each chunk that samples, in order."""
         if len(sampled) != sum(chunk.samples for chunk in batch.chunks):
             raise ValueError(f"{len(sampled)} results do not fit the chunks that sample")
-        self._launched = None
+        entries = self._landed(batch)
         results = iter(sampled)
-        outputs = [self._commit_chunk(chunk, next(results) if chunk.samples else None) for chunk in batch.chunks]
+        outputs = [
+            self._commit_chunk(entry, chunk, next(results) if chunk.samples else None)
+            for entry, chunk in zip(entries, batch.chunks, strict=True)
+        ]
         return [output for output in outputs if output is not None]
 
     def fail(self, batch: Batch) -> list[Output]:
-        """Give up on a launched batch that the runner did not finish: its requests end with ``ERROR``.
+        """Give up on the oldest launched batch, which the runner did not finish: its requests end with ``ERROR``.
 
-        Nothing they computed since their last store is kept; requests outside the batch go on.
+        Nothing they computed since their last store is kept. What was launched behind it must have come to its end, and
+        counts for nothing; requests that were only in that go on.
         """
-        if batch is not self._launched:
-            raise RuntimeError("this is not the launched batch")
-        self._launched = None
+        entries = self._landed(batch)
+        behind = self._recall()
         outputs = []
-        for chunk in batch.chunks:
-            entry = self._entries.pop(chunk.request.id)
+        for entry in entries:
+            if entry.request.finish is None:
+                del self._entries[entry.request.id]
+                entry.request.finish = FinishReason.ABORT if entry.aborted else FinishReason.ERROR
+                outputs.append(Output(request=entry.request, tokens=(), finish=entry.request.finish))
             self._memory.drop(entry)
             self._running.remove(entry)
-            chunk.request.finish = FinishReason.ABORT if entry.aborted else FinishReason.ERROR
-            outputs.append(Output(request=chunk.request, tokens=(), finish=chunk.request.finish))
-        return outputs
+        self._restart(entry for entry in behind if entry not in entries)
+        return [*outputs, *self.drain_outputs()]
 
     def rewind(self, batch: Batch) -> list[Output]:
         """Give up on a launched batch whose load did not arrive: its requests start again from what the tree has."""
-        if batch is not self._launched:
-            raise RuntimeError("this is not the launched batch")
-        self._launched = None
-        for chunk in batch.chunks:
-            entry = self._entries[chunk.request.id]
-            if entry.aborted:
-                self._leave(entry)
-                del self._entries[chunk.request.id]
-                self._end(chunk.request, FinishReason.ABORT)
-            else:
-                self._requeue(entry)
+        self._restart(self._landed(batch))
         return self.drain_outputs()
 
     def poll(self) -> None:
@@ -225,9 +242,10 @@ class Scheduler:
             self._preempt(last)
             if last is entry:
                 return
-        chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
+        chunks[entry] = self._chunks.cut(entry, fitting)
 
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
+        self._is_short = False
         for entry in tuple(self._waiting):
             if entry.leader is None and entry.asked_admissions != self._admissions:
                 entry.asked_admissions = self._admissions
@@ -244,6 +262,7 @@ class Scheduler:
             if fitting == 0 or (fitting < wanted and self._running):
                 self._memory.leave(entry)
                 entry.request.computed_tokens = 0
+                self._is_short = True
                 return
             entry.leader = None
             self._waiting.remove(entry)
@@ -251,48 +270,53 @@ class Scheduler:
             self._admissions += 1
             self._count_admission(entry)
             if self._memory.begin(entry):
-                chunks[entry] = self._chunk(entry, self._aligned(entry, fitting))
+                chunks[entry] = self._chunks.cut(entry, fitting)
 
-    def _aligned(self, entry: Entry, count: int) -> int:
-        """A prefill chunk cut back to a page boundary, if the cache has a use for that and the chunk holds one."""
-        start = entry.request.computed_tokens
-        if not self._memory.aligns_chunks or count == entry.remaining_tokens:
-            return count
-        aligned = (start + count) // self._page * self._page - start
-        return aligned if aligned > 0 else count
+    def _decodes_first(self) -> list[Entry]:
+        return sorted(self._running, key=lambda entry: entry.remaining_tokens > 1)
 
-    def _chunk(self, entry: Entry, count: int) -> Chunk:
-        request = entry.request
-        room = self._room(entry, count)
-        self._draft_budget -= room
-        self._memory.extend(entry, count + room)
-        return Chunk(
-            request=request,
-            start=request.computed_tokens,
-            count=count,
-            tables=request.tables,
-            samples=count == entry.remaining_tokens,
-            draws=len(request.tokens) - len(request.prompt),
-            room=room,
-            rebuilt_until=entry.rebuilt_until,
-            window_start=entry.window_start,
-        )
+    def _ends_with_launched(self, entry: Entry) -> bool:
+        """Whether a request has ended, or will by its length with the token that is being sampled."""
+        request, sampled = entry.request, entry.launched_samples
+        return request.finish is not None or (sampled > 0 and self._limits.unsampled_tokens(request) <= sampled)
 
-    def _room(self, entry: Entry, count: int) -> int:
-        """How many drafts may be tried behind the last known token, without harm to anybody."""
-        if entry.prefilling or count < entry.remaining_tokens:
-            return 0
-        room = min(self._draft_tokens, self._draft_budget, self._limits.unsampled_tokens(entry.request) - 1)
-        if self._memory.aligns_chunks:
-            # Or a state that stands on a page boundary, where alone it can be kept, would be jumped over.
-            room = min(room, self._page - 1 - (len(entry.request.tokens) - 1) % self._page)
-        if room <= 0:
-            return 0
-        return max(0, self._memory.fit(entry, count + room, spare_pages=len(self._running)) - count)
+    def _may_admit(self) -> bool:
+        """Whether the next step could take somebody in; who had no room is asked again when someone has left."""
+        if not self._waiting or self._is_short or len(self._running) >= self._max_running:
+            return False
+        return not all(map(self._memory.awaits_fetch, self._waiting))
 
-    def _commit_chunk(self, chunk: Chunk, sampled: Sampled | None) -> Output | None:
+    def _launch(self, chunks: dict[Entry, Chunk]) -> Batch:
+        loads = [transfer for entry in chunks if entry.load for transfer in entry.load.outstanding]
+        batch = Batch(tuple(chunks.values()), tuple(loads))
+        self._launches.add(batch, tuple(chunks))
+        self._memory.held_back.launched()
+        return batch
+
+    def _landed(self, batch: Batch) -> tuple[Entry, ...]:
+        """The oldest launched step is over; returns who was in it."""
+        entries = self._launches.end(batch).entries
+        self._memory.held_back.committed()
+        return entries
+
+    def _recall(self) -> list[Entry]:
+        """Count every launched step as over and as never run; returns who was in them."""
+        return list({entry: None for launch in tuple(self._launches) for entry in self._landed(launch.batch)})
+
+    def _restart(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if entry.aborted:
+                self._leave(entry)
+                del self._entries[entry.request.id]
+                self._end(entry.request, FinishReason.ABORT)
+            else:
+                self._requeue(entry)
+
+    def _commit_chunk(self, entry: Entry, chunk: Chunk, sampled: Sampled | None) -> Output | None:
         request = chunk.request
-        entry = self._entries[request.id]
+        if request.finish is not None:  # with the step before
+            self._leave(entry)
+            return None
         self._memory.landed(entry)
         tokens: tuple[int, ...] = ()
         if entry.aborted:
@@ -305,8 +329,11 @@ class Scheduler:
         self._counters.computed_tokens += computed
         self._memory.computed(entry, computed, at_prompt_end=entry.prefilling and chunk.samples)
         if request.finish is not None:
-            self._leave(entry)
             del self._entries[request.id]
+            if entry.launches:
+                self._memory.store(entry)
+            else:
+                self._leave(entry)
         elif entry.pass_stop() or (entry.prefilling and chunk.samples):
             self._memory.store(entry)
             entry.prefilling = not chunk.samples
@@ -332,6 +359,7 @@ class Scheduler:
     def _leave(self, entry: Entry) -> None:
         self._memory.leave(entry)
         self._running.remove(entry)
+        self._is_short = False
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
@@ -347,22 +375,7 @@ class Scheduler:
         self._counters.cached_tokens += request.cached_tokens
         self._counters.loaded_tokens += entry.loaded_tokens
 
-    # --- the cache, for publishers and metrics ------------------------------------------------------
-
-    def take_events(self) -> tuple[Event, ...]:
-        """How the cache changed since the last call, in order."""
-        return self._events.take()
-
-    def snapshot_events(self) -> tuple[Event, ...]:
-        """Store events that rebuild the cache as it is; take the pending ones first, they are part of it."""
-        return self._memory.snapshot_events()
-
-    def reset_cache(self) -> bool:
-        """Forget all prefixes; False, and nothing done, while a request holds pages."""
-        if not self._memory.is_idle:
-            return False
-        self._memory.reset()
-        return True
+    # --- for metrics and tests ----------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Numbers of this moment and counts since the start."""
@@ -374,25 +387,10 @@ class Scheduler:
             below=self._memory.offload.stats() if self._memory.offload else None,
         )
 
-    @property
-    def cache(self) -> RadixCache:
-        """The prefix cache itself, for whoever brings pages in or takes copies of them, between two steps."""
-        return self._memory.cache
-
-    @property
-    def copy_generations(self) -> dict[Place, tuple[array[int], ...]]:
-        """The same for the slots of every place that pages move between."""
-        offload = self._memory.offload
-        return {Place.DEVICE: self.generations, **(offload.generations if offload else {})}
-
-    @property
-    def generations(self) -> tuple[array[int], ...]:
-        """For each group how often each of its pages has been freed: whoever saw another number saw another page."""
-        return tuple(pool.generations for pool in self._memory.cache.pools)
-
     def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache contradicts itself."""
+        """Raise ``IntegrityError`` if the cache contradicts itself, or a launched step uses what is free."""
         self._memory.check_integrity()
+        self._launches.check(self._memory.cache.pools)
 
 
 def _total(chunks: dict[Entry, Chunk]) -> int:

@@ -11,6 +11,8 @@ from engine_shim.types import NULL_PAGE, CacheLayout, WindowTails
 
 #: Pages of a group out of its pool, which the tree gives up some for if need be.
 Take = Callable[[int, int], list[int]]
+#: Pages of a group back into its pool, as soon as no launched step uses them.
+GiveUp = Callable[[int, Iterable[int]], None]
 
 
 class Windows:
@@ -20,12 +22,13 @@ class Windows:
     ``trim_passed_locks``.
     """
 
-    def __init__(self, layout: CacheLayout, cache: RadixCache, *, take: Take) -> None:
+    def __init__(self, layout: CacheLayout, cache: RadixCache, *, take: Take, give_up: GiveUp) -> None:
         self.group = layout.window.index if layout.window else None
         self.reach_pages = layout.window_pages()
         self._page = layout.page_tokens
         self._cache = cache
         self._take = take
+        self._give_up = give_up
 
     def end(self, entry: Entry, pages: int) -> int:
         """Up to which page a request can run, if there are so many as ``pages`` by what is free or evictable."""
@@ -49,7 +52,7 @@ class Windows:
         current = (entry.request.computed_tokens - at_prompt_end) // self._page
         start = max(entry.window_from, current - self.reach_pages)
         own = self._table(entry)[max(entry.window_from, entry.window_own_from) : start]
-        self._cache.pools[self.group].free(own)
+        self._give_up(self.group, own)
         self._pass(entry, start)
         if start >= entry.receipt_held.pages:
             entry.receipt = self._cache.trim(entry.receipt_held, self.group, keep=0)
@@ -84,7 +87,7 @@ class Windows:
 
     def give_back(self, entry: Entry, pages: Sequence[int]) -> None:
         """A request leaves, and these are its own."""
-        self._cache.pools[self._window].free(pages)
+        self._give_up(self._window, pages)
 
     def check(self, entry: Entry) -> None:
         """Raise ``PageError`` unless what a request has is what its table says, as far as that can be told here."""
@@ -105,8 +108,8 @@ class Windows:
 class RingWindows(Windows):
     """Each request goes round in a ring of its own: nothing is shared, and nothing can be short but rings."""
 
-    def __init__(self, layout: CacheLayout, cache: RadixCache, *, take: Take) -> None:
-        super().__init__(layout, cache, take=take)
+    def __init__(self, layout: CacheLayout, cache: RadixCache, *, take: Take, give_up: GiveUp) -> None:
+        super().__init__(layout, cache, take=take, give_up=give_up)
         self._pool = cache.pools[self._window]
         self.rings = Rings(self._pool, pages=layout.ring_pages, page_tokens=layout.page_tokens)
 
@@ -144,7 +147,7 @@ class RingWindows(Windows):
         self.rings.check(entry.request.id, self._table(entry))
 
 
-def windows_of(layout: CacheLayout, cache: RadixCache, *, take: Take) -> Windows:
+def windows_of(layout: CacheLayout, cache: RadixCache, *, take: Take, give_up: GiveUp) -> Windows:
     """As the layout has it."""
     has_rings = layout.window is not None and layout.window_tails is WindowTails.RING
-    return (RingWindows if has_rings else Windows)(layout, cache, take=take)
+    return (RingWindows if has_rings else Windows)(layout, cache, take=take, give_up=give_up)

@@ -38,7 +38,7 @@ def test_every_token_is_drawn_as_often_as_its_probability(
 ) -> None:
     """Over an even grid of uniform numbers each token comes up in proportion, and no other comes up at all."""
     draws = [Draw(temperature, top_p, (i + 0.5) / GRID) for i in range(GRID)]
-    tokens = sample(torch.tensor([logits]).expand(GRID, -1), draws)
+    tokens = sample(torch.tensor([logits]).expand(GRID, -1), draws).tolist()
     # The edge of the kept set may fall either way where it lies within rounding of top_p.
     nearby = [top_p_by_hand(logits, temperature, top_p + shift) for shift in (-1e-9, 0.0, 1e-9)]
     counts = Counter(tokens)
@@ -51,7 +51,7 @@ def test_every_token_is_drawn_as_often_as_its_probability(
 def test_greedy_takes_the_likeliest_and_the_lowest_of_equals() -> None:
     """Temperature 0 is the argmax; equal logits go to the lowest id."""
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 1.0]])
-    assert sample(logits, [Draw(0.0, 1.0, 0.0)] * 2) == [1, 0]
+    assert sample(logits, [Draw(0.0, 1.0, 0.0)] * 2).tolist() == [1, 0]
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -59,8 +59,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     torch.manual_seed(0)
     logits = torch.randn(20, 50)
     draws = [Draw(0.0 if i % 3 == 0 else 1.0, 0.9, uniform("seed 7", i)) for i in range(20)]
-    alone = [sample(logits[i : i + 1], [draws[i]])[0] for i in range(20)]
-    assert sample(logits, draws) == alone
+    alone = [sample(logits[i : i + 1], [draws[i]]).item() for i in range(20)]
+    assert sample(logits, draws).tolist() == alone
     assert len(set(alone)) > 5
 
 
@@ -97,4 +97,4 @@ def test_the_ends_of_the_unit_interval_are_safe(edge: float) -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, -9.0]])
     expected = 0 if edge == 0.0 else 1
     # Probabilities .66, .09, .24, 4e-6: top-p .95 keeps the ids 0, 2 and 1, in this order.
-    assert sample(logits, [Draw(1.0, 0.95, edge)]) == [expected]
+    assert sample(logits, [Draw(1.0, 0.95, edge)]).tolist() == [expected]

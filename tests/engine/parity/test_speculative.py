@@ -147,7 +147,7 @@ def test_a_draft_holds_as_often_as_it_is_likely() -> None:
     for seed in range(runs):
         request = Request(str(seed), (0,), Sampling(9, temperature=1.0, seed=seed))
         chunk = Chunk(request, 0, 1, ((),), samples=True, draws=0, room=1)
-        (result,) = Sampler()(logits.clone(), [chunk], [(draft,)])
+        (result,) = Sampler()(logits.clone(), [chunk], [(draft,)]).sampled()
         first[result.tokens[0]] += 1
         if len(result.tokens) == 2:
             second[result.tokens[1]] += 1

@@ -9,7 +9,10 @@ fingerprint at once, and the right output can be told without any cache: ``expec
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from engine_shim.types import (
@@ -23,6 +26,7 @@ from engine_shim.types import (
     Request,
     Sampled,
     Sampling,
+    StepLanding,
 )
 
 VOCABULARY = 11
@@ -58,17 +62,50 @@ def expected_output(
 
 
 class KvMemory:
-    """Slots (group, page, offset) -> (position, fingerprint); implements ``Runner``."""
+    """Slots (group, page, offset) -> (position, fingerprint); implements ``LaunchingRunner``.
+
+    A launched step runs as late as it can: when it has to land, or ``hurry`` has all that is launched run. A token that
+    a chunk awaits is the one sampled last for its request, which stays here.
+    """
 
     def __init__(self, layout: CacheLayout, *, seed: int = 0) -> None:
         self.layout = layout
         self.slots: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.window_pages_reused = 0
+        self.ran_ahead = 0
+        self._launched: deque[list[Any]] = deque()
+        self._last: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._known: dict[tuple[str, str], list[int]] = {}
         self._rng = random.Random(seed)
 
     def run(self, batch: Batch) -> list[Sampled]:
         """Write all chunks, then read all that their queries look at, then sample."""
+        assert not self._launched, "a step is run past those that were launched before"
+        return self._run(batch)
+
+    def launch(self, batch: Batch) -> StepLanding:
+        """Queue a step."""
+        step: list[Any] = [batch, None]
+        self._launched.append(step)
+        return lambda: self._results(step)
+
+    def hurry(self) -> None:
+        """Run all that is launched."""
+        while self._launched:
+            step = self._launched.popleft()
+            step[1] = self._run(step[0])
+
+    def forget(self) -> None:
+        """What is launched and has not run never will."""
+        self._launched.clear()
+
+    def _results(self, step: list[Any]) -> list[Sampled]:
+        while step[1] is None:
+            first = self._launched.popleft()
+            first[1] = self._run(first[0])
+        return step[1]
+
+    def _run(self, batch: Batch) -> list[Sampled]:
         written: set[tuple[int, int, int]] = set()
         sampled = []
         runs = [(chunk, self._drafts(chunk)) for chunk in batch.chunks]
@@ -78,6 +115,7 @@ class KvMemory:
             self._read(chunk, drafts)
             if chunk.samples:
                 sampled.append(Sampled(self._sampled(chunk, drafts), drafted=len(drafts)))
+                self._last[chunk.request] = sampled[-1].tokens[-1]
         return sampled
 
     def scribble(self, batch: Batch) -> None:
@@ -91,7 +129,7 @@ class KvMemory:
                     self.slots[self._slot(chunk, group.index, position)] = (-1, -1)
 
     def _drafts(self, chunk: Chunk) -> list[int]:
-        value = self._fingerprints(chunk.request)[-1]
+        value = self._fingerprints(chunk)[-1]
         drafts: list[int] = []
         for _ in range(self._rng.randint(0, chunk.room)):
             drafts.append(sample(value) if self._rng.random() < 0.8 else self._rng.randrange(VOCABULARY))
@@ -100,7 +138,7 @@ class KvMemory:
 
     def _sampled(self, chunk: Chunk, drafts: list[int]) -> tuple[int, ...]:
         """The drafts that are right, and the token after them."""
-        value = self._fingerprints(chunk.request)[chunk.start + chunk.count - 1]
+        value = self._fingerprints(chunk)[chunk.start + chunk.count - 1]
         tokens = [sample(value)]
         for draft in drafts:
             if draft != tokens[-1]:
@@ -110,7 +148,7 @@ class KvMemory:
         return tuple(tokens)
 
     def _write(self, chunk: Chunk, drafts: list[int], written: set[tuple[int, int, int]]) -> None:
-        prints = self._fingerprints(chunk.request, drafts)
+        prints = self._fingerprints(chunk, drafts)
         for group in self.layout.groups:
             if group.kind is GroupKind.STATE:
                 held = len(self._sampled(chunk, drafts)) - 1 if chunk.samples else 0
@@ -127,7 +165,7 @@ class KvMemory:
                 self.slots[slot] = (position, prints[position])
 
     def _read(self, chunk: Chunk, drafts: list[int]) -> None:
-        prints = self._fingerprints(chunk.request, drafts)
+        prints = self._fingerprints(chunk, drafts)
         for group in self.layout.groups:
             if group.kind is GroupKind.STATE:
                 continue  # read before it was written
@@ -162,8 +200,17 @@ class KvMemory:
         assert page != NULL_PAGE, f"position {position} has no page in group {group}"
         return group, page, position % self.layout.page_tokens
 
-    def _fingerprints(self, request: Request, drafts: Sequence[int] = ()) -> list[int]:
-        """What stands at each position of the request's tokens, and of drafts behind them."""
+    def _fingerprints(self, chunk: Chunk, drafts: Sequence[int] = ()) -> list[int]:
+        """What stands at each position of the request's tokens, and of what the chunk awaits and drafts behind them."""
+        request = chunk.request
+        if chunk.awaits_token:
+            assert chunk.count == 1
+            assert chunk.start <= len(request.tokens)
+            if chunk.start == len(request.tokens):
+                self.ran_ahead += 1
+                drafts = (self._last[request], *drafts)
+            else:
+                assert request.tokens[chunk.start] == self._last[request]
         prints = self._known.setdefault((request.namespace, request.id), [])
         value = prints[-1] if prints else crc32(request.namespace.encode())
         for token in request.tokens[len(prints) :]:

@@ -13,7 +13,7 @@ from kv_memory import KvMemory
 
 from engine_shim.cache.labels import Kept, KeptPage, Label, root_digest
 from engine_shim.cache.transfers import Landing, LoadError, Move, Place, Transfer
-from engine_shim.types import Batch, GroupKind, Sampled
+from engine_shim.types import Batch, GroupKind, Sampled, StepLanding
 
 POISON = (-2, -2)
 Lane = tuple[Place, Place]
@@ -128,3 +128,12 @@ class LoadingMemory:
     def run(self, batch: Batch) -> list[Sampled]:
         self._mover.finish(batch.loads)
         return self._memory.run(batch)
+
+    def launch(self, batch: Batch) -> StepLanding:
+        landing = self._memory.launch(batch)
+
+        def land() -> list[Sampled]:
+            self._mover.finish(batch.loads)
+            return landing()
+
+        return land

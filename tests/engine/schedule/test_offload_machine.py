@@ -109,22 +109,22 @@ class OffloadMachine(SchedulerMachine):
     @precondition(lambda self: self.batch is None)
     @rule()
     def launch(self) -> None:
-        self.batch = self.scheduler.schedule()
-        if self.batch is None:
-            assert not self.scheduler.has_work or self.scheduler.awaits_transfers, "nothing runs, nothing moves"
-            return
-        assert 1 <= self.batch.tokens <= self.chunk
-        for chunk in self.batch.chunks:
-            assert chunk.start == chunk.request.computed_tokens
+        super().launch()
+        for chunk in self.batch.chunks if self.batch else ():
             self.rebuilt_chunks += chunk.start < chunk.rebuilt_until
+
+    def nothing_runs(self) -> None:
+        assert not self.scheduler.has_work or self.scheduler.awaits_transfers, "nothing runs, nothing moves"
 
     @precondition(lambda self: self.batch is not None)
     @rule()
     def land(self) -> None:
-        batch, self.batch = self.batch, None
+        batch, landing = self.flights.pop(0)
         try:
-            sampled = self.runner.run(batch)
+            sampled = landing()
         except LoadError:
+            assert not self.flights, "a step that loads is waited for"
+            self.memory.forget()
             self.take(self.scheduler.rewind(batch))
         else:
             self.take(self.scheduler.commit(batch, sampled))
@@ -149,7 +149,7 @@ class OffloadMachine(SchedulerMachine):
     @rule()
     def restart(self) -> None:
         """The process ends, whatever was under way, and another one begins with what is on disk."""
-        self.batch = None
+        self.flights = []
         for request in self.requests.values():
             request.finish = request.finish or FinishReason.ABORT
         self.memory = KvMemory(self.layout)

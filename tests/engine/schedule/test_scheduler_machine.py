@@ -24,6 +24,7 @@ from engine_shim.types import (
     Request,
     Sampling,
     SchedulingPolicy,
+    StepLanding,
     WindowTails,
 )
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
@@ -141,7 +142,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.streams: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
-        self.batch: Batch | None = None
+        self.flights: list[tuple[Batch, StepLanding]] = []
+        self.ahead = 0
+
+    @property
+    def batch(self) -> Batch | None:
+        """The oldest launched batch."""
+        return self.flights[0][0] if self.flights else None
 
     def build(self, **options: Any) -> None:
         """Scheduler and runner for the layout and the memory."""
@@ -193,32 +200,67 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batch is None)
     @rule()
     def launch(self) -> None:
-        self.batch = self.scheduler.schedule()
-        if self.batch is None:
-            assert not self.scheduler.has_work, "unfinished requests and nothing to run"
+        batch = self.scheduler.schedule()
+        if batch is None:
+            self.nothing_runs()
             return
-        assert self.batch.tokens >= 1
-        assert sum(chunk.count + chunk.room for chunk in self.batch.chunks) <= self.chunk
-        for chunk in self.batch.chunks:
+        assert batch.tokens >= 1
+        assert sum(chunk.count + chunk.room for chunk in batch.chunks) <= self.chunk
+        for chunk in batch.chunks:
             assert chunk.start == chunk.request.computed_tokens
             assert chunk.samples == (chunk.start + chunk.count == len(chunk.request.tokens))
             assert chunk.draws == len(self.streams[chunk.request.id])
+            assert not chunk.awaits_token
+        self.flights.append((batch, self.runner.launch(batch)))
+
+    def nothing_runs(self) -> None:
+        assert not self.scheduler.has_work, "unfinished requests and nothing to run"
+
+    @precondition(lambda self: len(self.flights) == 1)
+    @rule()
+    def launch_ahead(self) -> None:
+        """The step behind the launched one goes on where that ends, with whoever is not known to end in it."""
+        first = {chunk.request: chunk for chunk in self.flights[0][0].chunks}
+        batch = self.scheduler.schedule_ahead()
+        if batch is None:
+            return
+        self.ahead += 1
+        assert sum(chunk.count for chunk in batch.chunks) <= self.chunk
+        for chunk in batch.chunks:
+            before = first.get(chunk.request)
+            sampling = before is not None and before.samples
+            assert chunk.request.finish is None
+            assert chunk.start == chunk.request.computed_tokens + (before.count if before else 0)
+            assert chunk.awaits_token is sampling
+            assert chunk.draws == len(self.streams[chunk.request.id]) + sampling
+            assert chunk.draws < chunk.request.sampling.max_tokens
+            assert chunk.samples == (chunk.start + chunk.count == len(chunk.request.tokens) + sampling)
+            assert not chunk.room
+        self.flights.append((batch, self.runner.launch(batch)))
+
+    @rule()
+    def hurry(self) -> None:
+        """The device is quick: all that is launched has run."""
+        self.memory.hurry()
 
     @precondition(lambda self: self.batch is not None)
     @rule()
     def land(self) -> None:
         """The runner writes at the last moment, after whatever was aborted meanwhile."""
-        batch, self.batch = self.batch, None
-        self.take(self.scheduler.commit(batch, self.runner.run(batch)))
+        batch, landing = self.flights.pop(0)
+        self.take(self.scheduler.commit(batch, landing()))
 
     @precondition(lambda self: self.batch is not None)
     @rule()
     def fail(self) -> None:
         """The runner gives up, after it has written anything anywhere it may write."""
-        batch, self.batch = self.batch, None
-        self.memory.scribble(batch)
+        self.memory.forget()
+        for batch, _ in self.flights:
+            self.memory.scribble(batch)
+        batch, self.flights = self.flights[0][0], []
+        alive = [chunk.request for chunk in batch.chunks if chunk.request.finish is None]
         failed = self.scheduler.fail(batch)
-        assert [output.request for output in failed] == [chunk.request for chunk in batch.chunks]
+        assert [output.request for output in failed[: len(alive)]] == alive
         self.failed.update(output.request.id for output in failed)
         self.take(failed)
 
@@ -228,6 +270,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.batch is None:
                 self.launch()
             if self.batch is not None:
+                self.land()
+            self.agrees()
+
+    @rule(steps=st.integers(2, 6))
+    def steps_ahead(self, steps: int) -> None:
+        """As an engine does that overlaps them."""
+        for _ in range(steps):
+            if not self.flights:
+                self.launch()
+            if len(self.flights) == 1:
+                self.launch_ahead()
+            if self.flights:
                 self.land()
             self.agrees()
 
