@@ -1,0 +1,182 @@
+"""A rank's thread with a runner that launches: one step ahead, never two, and what commands and failures do to that."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine_shim.app import StartError, build
+from engine_shim.engine import Engine
+from engine_shim.mailbox import Delta, Mailbox
+from engine_shim.runner.shadow import ShadowError
+from engine_shim.schedule.scheduler import Scheduler
+from engine_shim.settings import ShimSettings, load_settings
+from engine_shim.types import (
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    FinishReason,
+    GroupKind,
+    Request,
+    Sampled,
+    Sampling,
+    StepLanding,
+)
+
+LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (65,))
+
+
+class Device:
+    """Runs steps one after the other in a thread of its own; each answers with its number."""
+
+    def __init__(self, step: Callable[[int], None] = lambda number: None) -> None:
+        self._step = step
+        self._thread = ThreadPoolExecutor(1)
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self.launched: list[Batch] = []
+        self.deepest = 0
+
+    def run(self, batch: Batch) -> list[Sampled]:
+        return self.launch(batch)()
+
+    def launch(self, batch: Batch) -> StepLanding:
+        number = len(self.launched)
+        self.launched.append(batch)
+        with self._lock:
+            self._in_flight += 1
+            self.deepest = max(self.deepest, self._in_flight)
+        return self._thread.submit(self._run, batch, number).result
+
+    def _run(self, batch: Batch, number: int) -> list[Sampled]:
+        try:
+            self._step(number)
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+        return [Sampled((number,)) for chunk in batch.chunks if chunk.samples]
+
+
+@asynccontextmanager
+async def running(device: Device) -> AsyncIterator[Engine]:
+    scheduler = Scheduler(LAYOUT, max_context_tokens=200)
+    engine = Engine(0, scheduler, runner=device, layout=LAYOUT, publisher=None, clock=time.perf_counter, overlaps=True)
+    engine.start(asyncio.get_running_loop())
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        await asyncio.to_thread(engine.join)
+
+
+def request(name: str, *, tokens: int, prompt: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Request:
+    return Request(id=name, prompt=prompt, sampling=Sampling(tokens), arrival_seconds=time.perf_counter())
+
+
+async def read_all(mailbox: Mailbox) -> list[Delta]:
+    deltas: list[Delta] = []
+    while not deltas or deltas[-1].finish is None:
+        deltas += await asyncio.wait_for(mailbox.take(), 5)
+    return deltas
+
+
+async def test_the_next_step_is_launched_while_one_runs() -> None:
+    """Two steps are in flight at once and never three; tokens come in order, and no step runs behind the last."""
+    device = Device(lambda number: time.sleep(0.003))
+    async with running(device) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        tokens = [token for delta in await read_all(box) for token in delta.tokens]
+        assert tokens == list(range(20))
+        assert (device.deepest, len(device.launched)) == (2, 20)
+        assert sum(chunk.awaits_token for batch in device.launched for chunk in batch.chunks) > 10
+        assert await engine.reset_cache() is True
+
+
+async def test_commands_come_between_two_steps() -> None:
+    """A newcomer, an abort and a call are served though the one before them would run for long."""
+    device = Device(lambda number: time.sleep(0.002))
+    async with running(device) as engine:
+        long, short = Mailbox(1), Mailbox(1)
+        engine.submit(request("long", tokens=150), mailbox=long, index=0)
+        await long.take()
+        engine.submit(request("short", tokens=3, prompt=(9, 8, 7)), mailbox=short, index=0)
+        assert (await read_all(short))[-1].finish is FinishReason.LENGTH
+        assert await engine.call(lambda: "done") == "done"
+        engine.abort("long")
+        assert (await read_all(long))[-1].finish is FinishReason.ABORT
+        assert len(device.launched) < 100
+        assert await engine.reset_cache() is True
+
+
+async def test_a_failed_step_takes_along_what_was_launched_behind_it() -> None:
+    """Its requests end with an error though the step behind it ran well; the rank goes on."""
+
+    def step(number: int) -> None:
+        time.sleep(0.003)
+        if number == 4:
+            raise RuntimeError("out of memory")
+
+    device = Device(step)
+    async with running(device) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        deltas = await read_all(box)
+        assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2, 3]
+        assert deltas[-1].finish is FinishReason.ERROR
+        box = Mailbox(1)
+        engine.submit(request("b", tokens=3), mailbox=box, index=0)
+        assert (await read_all(box))[-1].finish is FinishReason.LENGTH
+        assert await engine.reset_cache() is True
+
+
+async def test_corruption_stops_the_rank_at_once() -> None:
+    """Nothing is booked of the step that found it, nor of the one behind it."""
+
+    def step(number: int) -> None:
+        time.sleep(0.003)
+        if number == 3:
+            raise ShadowError("request 'a' reads a wrong token")
+
+    async with running(Device(step)) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        deltas = await read_all(box)
+        assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2]
+        assert engine.failure == "ShadowError: request 'a' reads a wrong token"
+
+
+async def test_a_stop_waits_for_what_is_launched() -> None:
+    """What runs ends as aborted once both launched steps have landed."""
+    device = Device(lambda number: time.sleep(0.005))
+    async with running(device) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=150), mailbox=box, index=0)
+        await box.take()
+        engine.stop()
+        assert (await read_all(box))[-1].finish is FinishReason.ABORT
+        launched = len(device.launched)
+        await asyncio.sleep(0.03)
+        assert len(device.launched) == launched < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overlaps"),
+    [({}, False), ({"device": "cuda"}, True), ({"device": "cuda", "overlap": False}, False), ({"overlap": True}, True)],
+)
+def test_who_overlaps(arguments: dict[str, object], overlaps: bool) -> None:
+    """CUDA does unless told otherwise, the CPU if told to."""
+    assert load_settings(arguments, {}).overlaps is overlaps
+    assert load_settings(arguments | {"device": "cuda", "runner": "sim", "overlap": None}, {}).overlaps is False
+
+
+def test_a_timing_model_has_nothing_to_overlap() -> None:
+    """Asked for, it is refused by name."""
+    with pytest.raises(StartError, match=r"^overlap: "):
+        build(ShimSettings(runner="sim", overlap=True, port=0, kv_events=False))
