@@ -116,7 +116,9 @@ class LoadBook:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected, by the speed
         that the rank was first taken to have.
         """
-        load, queue = self.load(slot), self._queues.setdefault(slot, OrderedDict())
+        load, queue = self.load(slot), self._queues.get(slot)
+        if queue is None:
+            queue = self._queues[slot] = OrderedDict()
         claim = Claim(
             load,
             queue,

@@ -255,15 +255,16 @@ class SessionTable:
 
     def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> Binding:
         """A request of the session was sent to ``slot``, a home of it from now on. Give the binding to ``finish``."""
-        binding = self._bindings.get((model, key))
+        conversation = (model, key)
+        binding = self._bindings.get(conversation)
         if binding is None:
             self._make_room(now)
-            binding = self._bindings[model, key] = Binding(slots=(slot,), used_at=now)
+            binding = self._bindings[conversation] = Binding(slots=(slot,), used_at=now)
         binding.serve(slot)
         binding.used_at = now
         binding.inflight += 1
-        self._bindings.move_to_end((model, key))
-        self.returns.arrived((model, key), now=now)
+        self._bindings.move_to_end(conversation)
+        self.returns.arrived(conversation, now=now)
         return binding
 
     def finish(self, model: str, key: SessionKey, binding: Binding, *, now: float) -> None:
@@ -271,10 +272,11 @@ class SessionTable:
         binding.inflight -= 1
         binding.used_at = now
         binding.is_answered = True
+        conversation = (model, key)
         if not binding.inflight:
-            self.returns.left((model, key), now=now)
-        if self._bindings.get((model, key)) is binding:
-            self._bindings.move_to_end((model, key))
+            self.returns.left(conversation, now=now)
+        if self._bindings.get(conversation) is binding:
+            self._bindings.move_to_end(conversation)
 
     def adopt(self, model: str, key: SessionKey, *, slot: int, used_at: float, now: float) -> None:
         """Another router sent the session to ``slot`` at ``used_at``: its home, unless it was used here since."""

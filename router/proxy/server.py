@@ -237,8 +237,10 @@ class ClientConnection:
             self.abort()
         elif self._close_after:
             self.close()
-        else:
+        elif self._queue or self._advancing or self._lingering:
             self._advance()
+        elif self._transport is not None:
+            self._rest()
 
     def _begin(self, request: HttpRequest) -> None:
         self._busy = True
