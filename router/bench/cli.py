@@ -10,6 +10,7 @@ from importlib import import_module
 BENCHES = {
     "decide": ("router.bench.decide", "tokens, keys, lookup and decision of a long conversation's next turn"),
     "proxy": ("router.bench.proxy", "processor time of a request on its way through, beside a bare relay"),
+    "memory": ("router.bench.memory", "what idle clients, streams, and clients that do not read keep in memory"),
     "index": ("router.bench.index", "hashing, events and lookups of the cache index"),
     "cpu": (
         "engine_shim.bench.cpu",

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
 import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -27,10 +24,7 @@ import httptools
 import uvloop
 
 from router.bench.proxy_parts import EVENTS
-
-_PARTS: Final = (sys.executable, "-m", "router.bench.proxy_parts")
-_ROUTER: Final = (sys.executable, "-m", "router.cli", "router", "--admin-port", "0", "--log-level", "error")
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
+from router.bench.running import PARTS, answers, process, processor_seconds, router, worker_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +98,13 @@ async def _measure(port: int, pid: int, case: Case, seconds: float) -> float:
         for _ in range(case.connections)
     ]
     await asyncio.sleep(min(1.0, seconds / 2))  # warm, and past the first connections
-    before, done[0] = _processor_seconds(pid), 0
+    before, done[0] = processor_seconds(pid), 0
     await asyncio.sleep(seconds)
-    spent = _processor_seconds(pid) - before
+    spent = processor_seconds(pid) - before
     for client in clients:
         client.close()
     await asyncio.sleep(0.1)
     return spent / max(1, done[0]) * 1e6
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-@asynccontextmanager
-async def _process(*command: str) -> AsyncIterator[tuple[int, str]]:
-    """A running part: its process id and the line that says it is ready."""
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        yield process.pid, (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
-    finally:
-        process.kill()
-        await process.wait()
 
 
 @asynccontextmanager
@@ -138,55 +115,29 @@ async def _peer(command: str, worker: str) -> AsyncIterator[tuple[int, int]]:
     words = shlex.split(command.format(port=port, worker=worker))
     process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.DEVNULL)
     try:
-        await _answers(port)
+        await answers(port)
         yield process.pid, port
     finally:
         process.kill()
         await process.wait()
 
 
-async def _answers(port: int) -> None:
-    """Wait until a proxy takes requests for the model."""
-    body = b'{"model":"bench","messages":[{"role":"user","content":"hi"}]}'
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-                    b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-                )
-                status = await reader.readline()
-                writer.close()
-                if b" 200 " in status:
-                    return
-            except OSError:
-                pass
-            await asyncio.sleep(0.2)
-
-
 async def _run(seconds: float, runs: int, peers: dict[str, str]) -> None:
     async with (
-        _process(*_PARTS, "worker") as (_, ready),
-        _process(*_PARTS, "relay", ready.split("port=")[1].strip()) as (relay_pid, relay_ready),
-        _process(*_ROUTER, "--port", "0", "--worker", _url(ready)) as (router_pid, router_ready),
+        process(*PARTS, "worker") as (_, ready),
+        process(*PARTS, "relay", ready.split("port=")[1].strip()) as (relay_pid, relay_ready),
+        router(ready) as (router_pid, router_port),
     ):
         relay_port = int(relay_ready.split("port=")[1])
-        router_port = int(router_ready.split("data=http://127.0.0.1:")[1].split()[0])
-        await _answers(router_port)
         rows = [("bare relay", relay_pid, relay_port), ("homing", router_pid, router_port)]
         found = await _table(rows, seconds, runs)
         for name, command in peers.items():
-            async with _peer(command, _url(ready)) as (pid, port):
+            async with _peer(command, worker_url(ready)) as (pid, port):
                 # The router once more beside each peer: machines change from minute to minute.
                 beside = await _table([("homing", router_pid, router_port), (name, pid, port)], seconds, runs)
                 found |= {(row, case): value for (row, case), value in beside.items() if row == name}
                 found |= {(f"homing beside {name}", case): v for (row, case), v in beside.items() if row == "homing"}
         _show(found)
-
-
-def _url(ready: str) -> str:
-    return f"http://127.0.0.1:{ready.split('port=')[1].strip()}"
 
 
 async def _table(rows: Sequence[tuple[str, int, int]], seconds: float, runs: int) -> dict[tuple[str, str], float]:

@@ -17,6 +17,10 @@ import uvloop
 #: Events of a streamed answer, and the pause before each.
 EVENTS: Final = 100
 _EVENT_SECONDS: Final = 0.005
+#: Of a request whose answer is one event and then silence, and of one whose answer comes as fast as it is taken.
+HOLDS: Final = b'"user":"holds"'
+FLOODS: Final = b'"user":"floods"'
+_FLOOD_BYTES: Final = 64 * 1024
 _ANSWER: Final = (
     b'{"id":"x","object":"chat.completion","model":"bench","choices":[{"index":0,"message":{"role":"assistant",'
     b'"content":"hello"},"finish_reason":"stop"}],"usage":{"prompt_tokens":10,"completion_tokens":1,"total_tokens":11}}'
@@ -37,6 +41,7 @@ class _Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._url = b""
         self.transport: asyncio.Transport | None = None
+        self._is_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -52,6 +57,12 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             if self.transport is not None:
                 self.transport.close()  # HTTP/2, which a peer may try first
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
 
     def on_message_begin(self) -> None:
         self._head, self._body = [], []
@@ -81,15 +92,33 @@ class _Connection(asyncio.Protocol):
 class Worker(_Connection):
     """Answers at once, or streams."""
 
+    _floods = False
+
     def requested(self, body: bytes) -> None:
         if not body:
             known = self._url in (b"/v1/models", b"/health")
             self.write(_whole(b"200 OK" if known else b"404 Not Found", _MODELS if known else b"{}"))
         elif b'"stream":true' in body:
             self.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            self._tick(EVENTS)
+            if HOLDS in body:
+                self.write(_chunk(_EVENT))
+            elif FLOODS in body:
+                self._floods = True
+                self._flood()
+            else:
+                self._tick(EVENTS)
         else:
             self.write(_whole(b"200 OK", _ANSWER))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._floods:
+            self._flood()
+
+    def _flood(self) -> None:
+        events = _chunk(_EVENT) * (_FLOOD_BYTES // len(_EVENT))
+        while self.transport is not None and not self._is_full:
+            self.write(events)
 
     def _tick(self, left: int) -> None:
         if not left:

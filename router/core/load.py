@@ -138,7 +138,8 @@ class LoadBook:
         load.recent_seconds = recent_seconds(load, now=now) + seconds
         load.recent_at = now
         queue[claim] = None
-        _add_up(claim, now=now)
+        if claim.joint is not None:
+            claim.joint.add_up(now=now)
         return claim
 
     def first_byte(self, claim: Claim, *, now: float) -> float | None:
@@ -154,7 +155,8 @@ class LoadBook:
         served = now - max(claim.opened_at, since) if in_order else None
         self._leave_queue(claim)
         load.serving_since = now
-        _add_up(claim, now=now)
+        if claim.joint is not None:
+            claim.joint.add_up(now=now)
         return served
 
     def close(self, claim: Claim, *, now: float) -> None:
@@ -169,7 +171,8 @@ class LoadBook:
             self._leave_queue(claim)
         load.inflight -= 1
         load.inflight_tokens -= claim.prompt_tokens
-        _add_up(claim, now=now)
+        if claim.joint is not None:
+            claim.joint.add_up(now=now)
 
     @staticmethod
     def _leave_queue(claim: Claim) -> None:
@@ -179,11 +182,6 @@ class LoadBook:
         load.waiting -= 1
         load.waiting_tokens -= claim.prefill_tokens
         load.waiting_seconds = load.waiting_seconds - claim.prefill_seconds if load.waiting else 0.0
-
-
-def _add_up(claim: Claim, *, now: float) -> None:
-    if claim.joint is not None:
-        claim.joint.add_up(now=now)
 
 
 def _first(claim: Claim) -> bool:

@@ -159,7 +159,8 @@ class DecisionLog:
 
     def open(self, decided: Decided) -> None:
         """A request whose attempts will follow."""
-        self._drop(self._decided.pop(decided.request_id, None))
+        if decided.request_id in self._decided:
+            self._drop(self._decided.pop(decided.request_id))
         self._decided[decided.request_id] = decided
 
     def add(
@@ -200,9 +201,9 @@ class DecisionLog:
             self._slots = (view.version, tuple((rank.slot, rank.id) for rank in view.ranks))
         return self._slots[1]
 
-    def _drop(self, decided: Decided | None) -> None:
-        if decided is not None:
-            self._rows -= sum(len(attempted.slots) for attempted in decided.attempts)
+    def _drop(self, decided: Decided) -> None:
+        for attempted in decided.attempts:
+            self._rows -= len(attempted.slots)
 
 
 @lru_cache(maxsize=4096)
