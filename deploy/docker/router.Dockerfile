@@ -2,15 +2,16 @@
 # The router, without torch. Build from the repository's root:
 #   docker build -f deploy/docker/router.Dockerfile -t homing-router:0.1.0 .
 
-FROM python:3.11-slim-bookworm AS build
+# Not the slim image: setup.py compiles the path of a request with its C compiler.
+FROM python:3.11-bookworm AS build
 WORKDIR /src
 RUN python -m venv /opt/homing
-COPY pyproject.toml README.md LICENSE requirements-dev.txt ./
+COPY pyproject.toml setup.py README.md LICENSE requirements-dev.txt ./
 COPY router router
 COPY engine_shim engine_shim
 COPY loadtest loadtest
-RUN /opt/homing/bin/pip install --no-cache-dir -c requirements-dev.txt setuptools \
-    && /opt/homing/bin/pip install --no-cache-dir --no-build-isolation -c requirements-dev.txt '.[redis]'
+# The build takes the pins from the variable, which it is given as well.
+RUN HOMING_COMPILE=1 PIP_CONSTRAINT=/src/requirements-dev.txt /opt/homing/bin/pip install --no-cache-dir '.[redis]'
 
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 10001 --user-group --no-create-home homing
