@@ -177,9 +177,12 @@ class Decoder:
         """The model's RMS norm over the last axis; what has no weight is left as it is."""
         if weight is None:
             return x
+        epsilon = self.config.norm_eps
+        if x.dtype is not weight.dtype:
+            return self.norm(x.to(weight.dtype), weight).to(x.dtype)
         if weight.dim() == 1:
-            return F.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
-        return (F.rms_norm(x.float(), weight.shape[-1:], None, self.config.norm_eps) * weight).to(x.dtype)
+            return torch.rms_norm(x, weight.shape, weight, epsilon)
+        return torch.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
 
     def _attend(
         self,

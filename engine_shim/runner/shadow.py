@@ -115,8 +115,7 @@ class ShadowRunner:
         checked = self._chosen(batch)
         for chunk in checked:
             self._check(chunk, chunk.request.tokens[: min(chunk.start, chunk.request.computed_tokens)])
-        for chunk in batch.chunks:
-            self._forget(chunk)  # whatever a failing step writes there is nothing to rely on
+        self._forget(batch.chunks)  # whatever a failing step writes there is nothing to rely on
         return checked
 
     def _after(self, batch: Batch, checked: tuple[Chunk, ...], results: list[Sampled]) -> list[Sampled]:
@@ -124,9 +123,9 @@ class ShadowRunner:
         held = [next(sampled).tokens[:-1] if chunk.samples else () for chunk in batch.chunks]
         # A request that was aborted meanwhile has not been given the token that the chunk awaited.
         known = [len(chunk.request.tokens) >= chunk.start + chunk.count for chunk in batch.chunks]
-        for chunk, drafts in compress(zip(batch.chunks, held, strict=True), known):
-            self._write(chunk, self._chains(chunk), drafts)
-        for chunk, drafts in compress(zip(batch.chunks, held, strict=True), known):
+        chunks, held = list(compress(batch.chunks, known)), list(compress(held, known))
+        self._write(chunks, held)
+        for chunk, drafts in zip(chunks, held, strict=True):
             if chunk in checked:
                 self._check(chunk, [*chunk.request.tokens[: chunk.start + chunk.count], *drafts])
         return results
@@ -158,62 +157,86 @@ class ShadowRunner:
         self.checked_chunks += len(chosen)
         return chosen
 
-    def _chains(self, chunk: Chunk) -> list[int]:
-        """The chain before the chunk, then the one at each of its positions."""
-        value = namespace_seed(chunk.request.namespace) >> 1
-        if chunk.start > 0:
-            last = self._places(chunk, self._layout.groups[0], chunk.start - 1, chunk.start)
-            value = int(self.slots[0].chains[last[0]])
-        values = [value]
-        for token in chunk.request.tokens[chunk.start : chunk.start + chunk.count]:
-            value = chain(value, token)
-            values.append(value)
-        return values
+    def _chain_before(self, chunk: Chunk) -> int:
+        if chunk.start == 0:
+            return namespace_seed(chunk.request.namespace) >> 1
+        page = self._layout.page_tokens
+        number, offset = divmod(chunk.start - 1, page)
+        return int(self.slots[0].chains[chunk.tables[0][number] * page + offset])
 
-    def _forget(self, chunk: Chunk) -> None:
-        """What is about to be written counts for nothing until it is; and it has to be this position's own place."""
-        end = chunk.start + chunk.count + chunk.room
+    def _forget(self, chunks: Sequence[Chunk]) -> None:
+        """What is about to be written counts for nothing until it is; and it has to be each position's own place."""
+        counts = [chunk.count + chunk.room for chunk in chunks]
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
-            places = self._written(chunk, group, chunk.count + chunk.room)
+            places, positions, lengths = self._written(chunks, group, counts)
             if group.kind is not GroupKind.STATE:
-                before, positions = slots.positions[places], np.arange(end - len(places), end)
-                alive = (before != _UNWRITTEN) & (slots.generations[places] == self._generation(group, places))
-                wrong = alive & (before != positions)
+                before = slots.positions[places]
+                wrong = (before != positions) & (before != _UNWRITTEN)
+                if wrong.any():  # as it is on pages that have changed hands
+                    wrong &= slots.generations[places] == self._generation(group, places)
                 if wrong.any():
+                    row = int(wrong.argmax())
+                    chunk = chunks[int(np.searchsorted(np.cumsum(lengths), row, side="right"))]
                     raise ShadowError(
-                        f"request {chunk.request.id!r} writes position {positions[wrong.argmax()]} of group "
-                        f"{group.index} over position {before[wrong.argmax()]} on a page that has not changed hands"
+                        f"request {chunk.request.id!r} writes position {positions[row]} of group {group.index} "
+                        f"over position {before[row]} on a page that has not changed hands"
                     )
             slots.positions[places] = _UNWRITTEN
 
-    def _write(self, chunk: Chunk, chains: list[int], held: tuple[int, ...]) -> None:
-        """Book the chunk's own positions, and behind them the drafts that ``held``."""
-        count = chunk.count + len(held)
-        end = chunk.start + count
-        for token in held:
-            chains.append(chain(chains[-1], token))
-        tokens = [*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *held]
+    def _write(self, chunks: Sequence[Chunk], held: Sequence[tuple[int, ...]]) -> None:
+        """Book the chunks' own positions, and behind them the drafts that ``held``."""
+        tokens: list[int] = []
+        chains: list[int] = []
+        counts, bases = [], []
+        for chunk, drafts in zip(chunks, held, strict=True):
+            own = (*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *drafts)
+            counts.append(len(own))
+            bases.append(len(tokens) - chunk.start)
+            tokens += own
+            value = self._chain_before(chunk)
+            for token in own:
+                value = chain(value, token)
+                chains.append(value)
+        contents = np.array((tokens, chains), dtype=np.int64)
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
-            places = self._written(chunk, group, count)
-            if not len(places):
-                continue
-            slots.tokens[places] = tokens[-len(places) :]
-            slots.positions[places] = np.arange(end - len(places), end)
-            slots.chains[places] = chains[-len(places) :]
+            places, positions, lengths = self._written(chunks, group, counts)
+            slots.tokens[places], slots.chains[places] = contents[:, positions + np.repeat(bases, lengths)]
+            slots.positions[places] = positions
             slots.generations[places] = self._generation(group, places)
 
-    def _written(self, chunk: Chunk, group: CacheGroup, count: int) -> Integers:
-        """Slots of the chunk's first ``count`` positions, or the one of the state after them."""
+    def _written(
+        self, chunks: Sequence[Chunk], group: CacheGroup, counts: Sequence[int]
+    ) -> tuple[Integers, Integers, list[int]]:
+        """Where the first ``counts`` positions of the chunks go, and which those are; how many there are of each.
+
+        Of a state group it is the one slot of the state after them.
+        """
         if group.kind is GroupKind.STATE:
-            return np.array(chunk.tables[group.index][1:2], dtype=np.int64)
-        start = chunk.start if group.kind is GroupKind.WINDOW else max(chunk.start, chunk.rebuilt_until)
-        return self._places(chunk, group, start, max(start, chunk.start + count))
+            places = [chunk.tables[group.index][1] for chunk in chunks]
+            ends = [chunk.start + count - 1 for chunk, count in zip(chunks, counts, strict=True)]
+            return np.array(places, dtype=np.int64), np.array(ends, dtype=np.int64), [1] * len(chunks)
+        starts = [
+            chunk.start if group.kind is GroupKind.WINDOW else max(chunk.start, chunk.rebuilt_until) for chunk in chunks
+        ]
+        ends = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
+        lengths = [max(0, end - start) for start, end in zip(starts, ends, strict=True)]
+        if all(length == 1 for length in lengths):  # decodes: most steps
+            page = self._layout.page_tokens
+            slots = [
+                chunk.tables[group.index][start // page] * page + start % page
+                for chunk, start in zip(chunks, starts, strict=True)
+            ]
+            return np.array(slots, dtype=np.int64), np.array(starts, dtype=np.int64), lengths
+        parts = [
+            self._places(chunk, group, start, start + length)
+            for chunk, start, length in zip(chunks, starts, lengths, strict=True)
+        ]
+        positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        return np.concatenate(parts), np.concatenate(positions), lengths
 
     def _places(self, chunk: Chunk, group: CacheGroup, start: int, end: int) -> Integers:
         """Slots of the positions [start, end) in a paged group."""
         page = self._layout.page_tokens
-        if end - start == 1:  # a decode: most there are
-            return np.array([chunk.tables[group.index][start // page] * page + start % page], dtype=np.int64)
         first = start // page
         table = np.array(chunk.tables[group.index][first : -(-end // page)], dtype=np.int64)
         positions = np.arange(start, end)
