@@ -20,11 +20,11 @@ class Departures:
 
     def leaving(self, request: RouteRequest, view: FleetView) -> RouteRequest | None:
         """The request without those of its homes that it is to leave now; None where there is nothing to leave."""
-        homes = {request.home, request.prefill_home}
+        homes, draining = {request.home, request.prefill_home}, RankStatus.DRAINING
         left = {
             rank.slot
             for rank in view.ranks
-            if rank.status is RankStatus.DRAINING and rank.slot in homes and self._may_leave(rank.slot)
+            if rank.status is draining and rank.slot in homes and self._may_leave(rank.slot)
         }
         if not left:
             return None

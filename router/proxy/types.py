@@ -36,7 +36,7 @@ class Outcome(StrEnum):
     @property
     def verdict(self) -> Verdict:
         """What it says of the rank: a full one is not broken, and a client that errs or leaves says nothing of it."""
-        return _VERDICTS.get(self, Verdict.BAD)
+        return _VERDICTS[self]
 
 
 class HoldEnd(StrEnum):
@@ -48,7 +48,7 @@ class HoldEnd(StrEnum):
     REFUSED = "refused"  # as many waited as may
 
 
-_VERDICTS: Final = {
+_VERDICTS: Final = dict.fromkeys(Outcome, Verdict.BAD) | {
     Outcome.OK: Verdict.GOOD,
     Outcome.CLIENT_ERROR: Verdict.GOOD,
     Outcome.PUSHBACK: Verdict.NEITHER,
