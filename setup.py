@@ -51,13 +51,20 @@ class BuildModules(build_ext):
     """Builds all modules or none: a part of them alone could not be imported."""
 
     def run(self) -> None:
+        self._remove_earlier()
         try:
             super().run()
         except CCompilerError as error:
+            self._remove_earlier()
             for extension in self.extensions:
                 Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
             self.extensions.clear()
             stay_pure(f"the C compiler failed ({error})")
+
+    def _remove_earlier(self) -> None:
+        """Modules of a build before, which may have had others, would be installed as well."""
+        for place in Path(self.build_lib).rglob("*" + sysconfig.get_config_var("EXT_SUFFIX")):
+            place.unlink()
 
 
 def modules() -> list[Extension]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import runpy
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mypyc.build
 import pytest
 import setuptools
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 SETUP = Path(__file__).parents[2] / "setup.py"
 #: What stands for the modules that mypyc would make.
@@ -19,7 +23,7 @@ Run = Callable[..., list[setuptools.Extension]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, namespace: dict[str, Any]) -> Run:
     """Runs setup.py for a command of setuptools; returns what it would build. mypyc's part is played here."""
 
     def run(command: str, *, asked: str | None = None, compiler: str = "cc", refuses: bool = False) -> object:
@@ -39,10 +43,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
             monkeypatch.delenv("HOMING_COMPILE", raising=False)
         else:
             monkeypatch.setenv("HOMING_COMPILE", asked)
-        runpy.run_path(str(SETUP))
+        namespace.update(runpy.run_path(str(SETUP)))
         return given["ext_modules"]
 
     return run
+
+
+@pytest.fixture
+def namespace() -> dict[str, Any]:
+    """What setup.py has defined, once it has been run."""
+    return {}
 
 
 def test_an_ordinary_install_is_compiled(run: Run) -> None:
@@ -72,3 +82,37 @@ def test_what_is_missing_is_said_and_no_failure(
     assert why in said
     with pytest.raises(SystemExit, match=why):
         run("bdist_wheel", asked="1", **how)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_module_of_an_earlier_build_is_installed(
+    run: Run,
+    namespace: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fails: bool,
+) -> None:
+    """Nor a part of this one, where the C compiler fails half way."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    old, new, source = (tmp_path / f"router/core/{name}" for name in (f"gone{suffix}", f"cost{suffix}", "cost.py"))
+    source.parent.mkdir(parents=True)
+    old.touch()
+    source.touch()
+
+    def build(self: build_ext) -> None:
+        assert not old.exists()
+        new.touch()
+        if fails:
+            raise CompileError("killed")
+
+    made = run("bdist_wheel")
+    monkeypatch.setattr(build_ext, "run", build)
+    command = namespace["BuildModules"](setuptools.Distribution({"ext_modules": list(made)}))
+    command.build_lib = str(tmp_path)
+    command.finalize_options()
+    command.run()
+    assert new.exists() is not fails
+    assert source.exists()
+    assert ("the C compiler failed (killed)" in capfd.readouterr().out) is fails
+    assert bool(command.extensions) is not fails
