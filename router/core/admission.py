@@ -12,7 +12,8 @@ where nothing is sent while there are others):
    ``Hold``: the request has joined the queue under ``hold.ticket``; keep its client waiting, visibly. One that failed
    and is to be tried elsewhere arrives anew, with ``exclude``.
 2. ``start(request, slot, view, now=...)`` when it is sent; it returns a ``Visit``. Then ``visit.first_token()`` at the
-   first byte, and ``finish(visit, now=...)`` when it is over, however it ended. Both may be repeated without effect.
+   first byte, and ``finish(visit, now=...)`` when it is over, however it ended. Both may be repeated without effect. A
+   pair of ranks is two visits: the decode rank's, then the prefill rank's, each told of its ``partner``.
 3. ``release(view, now=...)`` after every first token, every finish, every change of the fleet, and once a second: the
    request at the head of the queue if it may go now, else None. Start it before asking for the next one. ``renew``
    tells what the caches hold by then of the one that waits longest.
@@ -24,6 +25,12 @@ charged; and all while nobody serves the model, to be told so. All others wait i
 and no other cold start. Room is never made by running over: only conversations that have been idle for long lapse, one
 after another and only as many as needed. A rank without any active conversation takes one of any size. Holding is
 harmful for traffic that does not come back: ``guard`` switches it off and on, while charges are kept all the same.
+
+Prefill and decode ranks have pools of their own, and each is charged with the contexts it is sent: the prompt here, the
+prompt and its answer there. A new conversation needs room on a rank of each, and no other cold start on the prefill
+rank. It is charged where its last request was: once a decode rank does without the other, that one's charge ends; and a
+rank that keeps no cache between turns is charged for requests in flight alone. Who is admitted or warm on one of the
+two passes where the other has room, or is not needed.
 """
 
 from __future__ import annotations
@@ -39,8 +46,8 @@ from router.core.admission_charges import Visit as Visit
 from router.core.admission_guard import Guard
 from router.core.cost import LOAD_RATIO
 from router.core.pace import prefill_seconds
-from router.core.policy import candidates
-from router.core.types import FleetView, RankView, RouteRequest
+from router.core.types import FleetView, RankView, RouteRequest, WorkerRole
+from router.core.ways import Ways, prompt_alone
 
 
 class Passage(StrEnum):
@@ -157,12 +164,12 @@ class Admission:
         """A request has arrived."""
         if request.session is not None:
             self.guard.arrived((request.model, request.session), now=now)
-        ranks = _serving(request, view, closed)
-        answer: Admit | Barrier | None = self._pass(request, ranks, view, now=now)
-        if answer is None and not ranks:
+        ways = Ways.open(view, request, closed=closed)
+        answer: Admit | Barrier | None = self._pass(request, ways, view, now=now)
+        if answer is None and not ways.answering:
             answer = Admit(Passage.UNSERVED)
         if answer is None:
-            answer = Barrier.QUEUE if self._queue else self._room(request, ranks)
+            answer = Barrier.QUEUE if self._queue else self._room(request, ways)
         if isinstance(answer, Admit):
             return answer
         self._tickets += 1
@@ -174,8 +181,8 @@ class Admission:
         if not self._queue:
             return None
         ticket, request = next(iter(self._queue.items()))
-        ranks = _serving(request, view, closed)
-        answer = self._pass(request, ranks, view, now=now) or self._room(request, ranks)
+        ways = Ways.open(view, request, closed=closed)
+        answer = self._pass(request, ways, view, now=now) or self._room(request, ways)
         if isinstance(answer, Barrier):
             return None
         del self._queue[ticket]
@@ -192,27 +199,37 @@ class Admission:
 
     # --- requests under way ---------------------------------------------------------------------------
 
-    def start(self, request: RouteRequest, slot: int, view: FleetView, *, now: float) -> Visit:
-        """The request was sent to ``slot``; its conversation is charged there from now on."""
+    def start(
+        self, request: RouteRequest, slot: int, view: FleetView, *, now: float, partner: int | None = None
+    ) -> Visit:
+        """The request was sent to ``slot``; its conversation is charged there from now on. ``partner``: the other rank
+        of a pair.
+        """
         self._pool_tokens = sum(rank.pool_tokens or 0 for rank in view.ranks)
-        visit = Visit(request.prompt_tokens)
+        rank = next((rank for rank in view.ranks if rank.slot == slot), None)
+        computes = rank is not None and rank.part.role is WorkerRole.PREFILL
+        visit = Visit(request.prompt_tokens, keeps=rank is None or rank.part.keeps_cache)
         if request.session is None:
             return visit
         self.charges.age(now)
+        ways = Ways.open(view, request)
+        ranks, request = (ways.prefill, prompt_alone(request)) if computes else (ways.answering, request)
+        assert request.session is not None, "as before"
         conversation = (request.model, request.session)
         charge = self.charges.of(conversation).get(slot)
-        shared_tokens = _shared_tokens(request, _serving(request, view))
+        shared_tokens = _shared_tokens(request, ranks)
         visit.footprint_tokens = _footprint(request, shared_tokens)
         visit.output_tokens = request.output_tokens
         visit.added_tokens = _added_tokens(request, slot, charge, shared_tokens)
         covered_tokens = request.charged_elsewhere.get(slot, 0) if charge is None else charge.tokens
         visit.cold = (
-            not request.session.agent
+            (computes or partner is None)
+            and not request.session.agent
             and covered_tokens < self._parameters.warm_ratio * visit.footprint_tokens
             and not self._is_warm(request, slot)
         )
-        rank = next((rank for rank in view.ranks if rank.slot == slot), None)
-        self.charges.open(conversation, visit, slot, patience_seconds=self._patience_seconds(request, rank))
+        patience_seconds = self._patience_seconds(request, rank)
+        self.charges.open(conversation, visit, slot, partner=partner, patience_seconds=patience_seconds)
         self.charges.book(slot).budget_tokens = self._budget_tokens(rank)
         self.charges.lapse(slot)
         return visit
@@ -246,7 +263,7 @@ class Admission:
             return
         answer_tokens = visit.output_tokens if output_tokens is None else output_tokens
         left_tokens = visit.footprint_tokens - visit.output_tokens + answer_tokens
-        self.charges.close(visit, left_tokens=left_tokens if is_kept else None, now=now)
+        self.charges.close(visit, left_tokens=left_tokens if is_kept and visit.keeps else None, now=now)
         conversation = visit.charge.conversation
         if not self.charges.is_at_work(conversation):
             self.guard.left(conversation, now=now)
@@ -257,7 +274,7 @@ class Admission:
 
     # --- rules ----------------------------------------------------------------------------------------
 
-    def _pass(self, request: RouteRequest, ranks: Sequence[RankView], view: FleetView, *, now: float) -> Admit | None:
+    def _pass(self, request: RouteRequest, ways: Ways, view: FleetView, *, now: float) -> Admit | None:
         """Those whom no queue stops."""
         if request.session is None:
             return Admit(Passage.KEYLESS)
@@ -269,27 +286,48 @@ class Admission:
         if not was_on:
             self._shed(view)
         self.charges.age(now)
-        parameters, charges = self._parameters, self.charges.of((request.model, request.session))
-        fitting = self._with_room(request, ranks, ratio=parameters.warm_budget_ratio)
-        warm = frozenset(slot for slot in fitting if self._is_warm(request, slot))
-        known = charges.keys() | request.charged_elsewhere
-        own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
-        at_home = frozenset(rank.slot for rank in ranks if rank.slot in own)
-        if not at_home and not warm:
+        home, warm = self._known(request, ways.answering)
+        if ways.prefill:
+            prompt = prompt_alone(request)
+            prompt_home, prompt_warm = self._known(prompt, ways.prefill)
+            home, warm = home | prompt_home, warm | prompt_warm
+            if not ways.complete(home | warm) and (prompt_home or prompt_warm):  # it is handed to any that has room
+                warm |= self._with_room(request, ways.decode, ratio=self._parameters.warm_budget_ratio)
+        slots = ways.complete(home | warm)
+        if not slots:
             return None
+        at_home = slots & home
         # Where nobody waits it may go elsewhere, too: home may be busy, and what is warm no more than a shared head.
         elsewhere = _NONE
         if not self._queue:
-            roomy = self._with_room(request, ranks, ratio=parameters.budget_ratio)
+            roomy = self._roomy(request, ways)
             elsewhere = roomy if at_home else self._without_starts(roomy)
-        return Admit(Passage.ADMITTED if at_home else Passage.WARM, at_home | warm | elsewhere)
+        return Admit(Passage.ADMITTED if at_home else Passage.WARM, slots | elsewhere)
 
-    def _room(self, request: RouteRequest, ranks: Sequence[RankView]) -> Admit | Barrier:
+    def _known(self, request: RouteRequest, ranks: Sequence[RankView]) -> tuple[frozenset[int], frozenset[int]]:
+        """Where the conversation is charged and fits or is warm; and all ranks where it is warm and fits."""
+        fitting = self._with_room(request, ranks, ratio=self._parameters.warm_budget_ratio)
+        warm = frozenset(slot for slot in fitting if self._is_warm(request, slot))
+        assert request.session is not None, "what names no conversation passes"
+        known = self.charges.of((request.model, request.session)).keys() | request.charged_elsewhere
+        own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
+        return frozenset(rank.slot for rank in ranks if rank.slot in own), warm
+
+    def _room(self, request: RouteRequest, ways: Ways) -> Admit | Barrier:
         """The head of the queue goes where there is room and nobody else is starting cold."""
-        roomy = self._with_room(request, ranks, ratio=self._parameters.budget_ratio)
-        if slots := self._without_starts(roomy):
+        ways = ways.beginning
+        roomy = ways.complete(self._roomy(request, ways))
+        if slots := ways.complete(self._without_starts(roomy)):
             return Admit(Passage.ROOM, slots)
         return Barrier.COLD_START if roomy else Barrier.BUDGET
+
+    def _roomy(self, request: RouteRequest, ways: Ways) -> frozenset[int]:
+        """Ranks whose budgets leave room for their part of the request."""
+        ratio = self._parameters.budget_ratio
+        roomy = self._with_room(request, ways.answering, ratio=ratio)
+        if ways.prefill:
+            roomy |= self._with_room(prompt_alone(request), ways.prefill, ratio=ratio)
+        return roomy
 
     def _without_starts(self, slots: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if not self.charges.book(slot).cold_starts)
@@ -339,12 +377,6 @@ class Admission:
         for rank in view.ranks:
             self.charges.book(rank.slot).budget_tokens = self._budget_tokens(rank)
             self.charges.shed(rank.slot)
-
-
-def _serving(request: RouteRequest, view: FleetView, closed: frozenset[int] = _NONE) -> Sequence[RankView]:
-    """Ranks that may take it, those that keep failing only where there is no other."""
-    ranks = candidates(view, request)
-    return [rank for rank in ranks if rank.slot not in closed] or ranks if closed else ranks
 
 
 def _shared_tokens(request: RouteRequest, ranks: Sequence[RankView]) -> int:

@@ -71,6 +71,7 @@ class Book:
 class Visit:
     """One request under way: its whole footprint, of which its answer is expected to be ``output_tokens``, and what it
     adds to its conversation's charge. ``cold`` takes its rank's only place for cold starts until the first token.
+    ``keeps``: the rank will have its context afterwards.
     """
 
     prompt_tokens: int
@@ -80,6 +81,7 @@ class Visit:
     charge: Charge | None = None
     book: Book | None = None
     cold: bool = False
+    keeps: bool = True
     has_begun: bool = False
     open: bool = True
 
@@ -118,11 +120,21 @@ class Charges:
             book = self._books[slot] = Book()
         return book
 
-    def open(self, conversation: Conversation, visit: Visit, slot: int, *, patience_seconds: float) -> None:
-        """The visit begins on ``slot``. Idle contexts elsewhere that it brings along are charged there no more."""
+    def open(
+        self,
+        conversation: Conversation,
+        visit: Visit,
+        slot: int,
+        *,
+        patience_seconds: float,
+        partner: int | None = None,
+    ) -> None:
+        """The visit begins on ``slot``. Idle contexts elsewhere that it brings along are charged there no more, but for
+        that on its ``partner``, which it visits at the same time.
+        """
         for other in list(self.of(conversation).values()):
             has_moved = visit.footprint_tokens >= _MOVED_RATIO * other.left_tokens
-            if other.slot != slot and not other.inflight and has_moved:
+            if other.slot not in (slot, partner) and not other.inflight and has_moved:
                 self._strike(other)
         charges = self._charges.setdefault(conversation, {})
         charge = charges.get(slot)

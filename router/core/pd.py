@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,19 +29,19 @@ import msgspec
 
 from router.core.cost import CostParameters, prices, reusable_tokens, work_seconds
 from router.core.load import wait_seconds
-from router.core.policy import Affinity, Policy, candidates, make_policy
+from router.core.policy import Affinity, Policy, make_policy
 from router.core.types import (
     Decision,
     FleetView,
     Handover,
     Price,
     RankPace,
-    RankStatus,
     RankView,
     Reason,
     RouteRequest,
     WorkerRole,
 )
+from router.core.ways import Ways, has_partner, is_split, prompt_alone
 
 if TYPE_CHECKING:
     from random import Random
@@ -60,53 +59,6 @@ def room(rng: Random, *, rank: int, dp_size: int) -> int:
     drawn = rng.getrandbits(_ROOM_BITS)
     found = drawn - drawn % dp_size + rank
     return found if found < 1 << _ROOM_BITS else found - dp_size
-
-
-def can_serve(ranks: Iterable[RankView]) -> bool:
-    """Whether the ranks that are ready, whatever their model, can answer anything at all."""
-    ready = [rank.part for rank in ranks if rank.status is RankStatus.READY]
-    prefill = {part.handover for part in ready if part.role is WorkerRole.PREFILL}
-    return any(
-        part.role is not WorkerRole.PREFILL
-        and (part.role is WorkerRole.UNIFIED or part.is_self_sufficient or part.handover in prefill)
-        for part in ready
-    )
-
-
-def lacking(view: FleetView, model: str) -> WorkerRole | None:
-    """Which role's absence keeps a model that ready ranks serve from being answered; None: that is not why."""
-    roles = {rank.part.role for rank in view.ranks if model in rank.models and rank.status is RankStatus.READY}
-    if roles == {WorkerRole.PREFILL}:
-        return WorkerRole.DECODE
-    return WorkerRole.PREFILL if roles == {WorkerRole.DECODE} else None
-
-
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """The ranks that may serve a request, by what they would do of it."""
-
-    alone: Sequence[RankView]
-    prefill: Sequence[RankView]
-    decode: Sequence[RankView]
-
-    @classmethod
-    def of(cls, view: FleetView, request: RouteRequest) -> Ways:
-        """Draining ranks keep their own sessions here too: a prefill rank those whose prompts it computes."""
-        answering = candidates(view, request)
-        computing = candidates(view, _prompt_alone(request))
-        prefill = [rank for rank in computing if rank.part.role is WorkerRole.PREFILL]
-        decode = [rank for rank in answering if rank.part.role is WorkerRole.DECODE]
-        contracts = request.handovers & {rank.part.handover for rank in prefill}
-        return cls(
-            alone=[
-                rank
-                for rank in answering
-                if rank.part.role is WorkerRole.UNIFIED
-                or (rank.part.role is WorkerRole.DECODE and rank.part.is_self_sufficient)
-            ],
-            prefill=[rank for rank in prefill if rank.part.handover in request.handovers],
-            decode=[rank for rank in decode if rank.part.handover in contracts],
-        )
 
 
 class Pair(NamedTuple):
@@ -143,7 +95,7 @@ class PairAffinity:
                 if price.total_seconds <= lowest + _TIE_SECONDS
             ]
             home = [rank for rank in equal if rank.slot == request.home]
-            decision = _by_itself(rng.choice(home or equal), ways, request)
+            decision = _by_itself(rng.choice(home or equal), ways, request, view)
             shown = [*_others(decode, alone), *prefill, *alone]
         else:
             return None
@@ -170,9 +122,9 @@ class PairOneByOne:
         chosen = next(rank for rank in answering if rank.slot == answer.slot)
         partners = [rank for rank in ways.prefill if rank.part.handover is chosen.part.handover]
         if chosen.part.role is WorkerRole.UNIFIED or not partners:
-            decision = _by_itself(chosen, ways, request)
+            decision = _by_itself(chosen, ways, request, view)
             return decision if decision.reason is Reason.DEGRADED else answer
-        prompt = self._prompts(FleetView(tuple(partners), view.version), _prompt_alone(request), rng, now)
+        prompt = self._prompts(FleetView(tuple(partners), view.version), prompt_alone(request), rng, now)
         assert prompt is not None, "there are partners"
         prefill = next(rank for rank in partners if rank.slot == prompt.slot)
         (prefill_price,) = prefill_prices([prefill], request, parameters=CostParameters(), now=now)
@@ -193,10 +145,7 @@ class ByRole:
         return ByRole(copy(self._whole), copy(self._split))
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
-        if not view.is_disaggregated or not request.handovers:
-            return self._whole(view, request, rng, now)
-        roles = {rank.part.role for rank in view.ranks if request.model in rank.models}
-        return (self._whole if roles == {WorkerRole.UNIFIED} else self._split)(view, request, rng, now)
+        return (self._split if is_split(view, request) else self._whole)(view, request, rng, now)
 
 
 def make_role_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> ByRole:
@@ -227,7 +176,7 @@ def prefill_prices(
     ranks: Sequence[RankView], request: RouteRequest, *, parameters: CostParameters, now: float
 ) -> list[Price]:
     """What the prompt costs on a prefill rank. Nothing decodes there."""
-    prompt = _prompt_alone(request)
+    prompt = prompt_alone(request)
     found = prices(ranks, prompt, home=_home(ranks, prompt.home), parameters=parameters, now=now)
     return [Price(slot, wait, work, 0.0, evict, move) for slot, wait, work, _, evict, move, _ in found]
 
@@ -268,11 +217,6 @@ def _missing_tokens(rank: RankView, request: RouteRequest) -> int:
 def _stalled_answers(rank: RankView) -> int:
     """How many answers a prompt would keep waiting that is computed on this rank."""
     return max(rank.part.role is WorkerRole.DECODE, rank.load.inflight - rank.load.waiting)
-
-
-def _prompt_alone(request: RouteRequest) -> RouteRequest:
-    """The request as a prefill rank sees it: no answer, and a home of its own."""
-    return msgspec.structs.replace(request, home=request.prefill_home, output_tokens=0)
 
 
 def _home(ranks: Sequence[RankView], slot: int | None) -> RankView | None:
@@ -376,11 +320,11 @@ def _paired(pair: Pair, ways: Ways, request: RouteRequest) -> Decision:
     return msgspec.structs.replace(prefill, slot=decode.slot, id=decode.id, prefill=prefill)
 
 
-def _by_itself(chosen: RankView, ways: Ways, request: RouteRequest) -> Decision:
+def _by_itself(chosen: RankView, ways: Ways, request: RouteRequest, view: FleetView) -> Decision:
     if request.exclude:
         reason = Reason.RETRY
     elif chosen.part.role is WorkerRole.DECODE:
-        reason = Reason.BYPASS if any(rank is chosen for rank in ways.decode) else Reason.DEGRADED
+        reason = Reason.BYPASS if has_partner(view, request, chosen) else Reason.DEGRADED
     elif len(ways.alone) == 1 and not ways.decode:
         reason = Reason.ONLY
     else:

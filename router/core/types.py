@@ -56,11 +56,14 @@ class Handover(StrEnum):
 
 
 class Part(NamedTuple):
-    """What a rank does of a request. A decode rank that is not ``is_self_sufficient`` refuses what nobody prefilled."""
+    """What a rank does of a request. A decode rank that is not ``is_self_sufficient`` refuses what nobody prefilled;
+    one that is not ``keeps_cache`` forgets a request's context with its end.
+    """
 
     role: WorkerRole = WorkerRole.UNIFIED
     handover: Handover = Handover.BOOTSTRAP
     is_self_sufficient: bool = True
+    keeps_cache: bool = True
 
 
 #: What a rank does that has no particular role.
@@ -82,7 +85,7 @@ class Reason(StrEnum):
     LOAD = "load"  # least_loaded: it had the least to do
     RETRY = "retry"  # an earlier attempt failed elsewhere
     ONLY = "only"  # no other rank could serve it
-    BYPASS = "bypass"  # a decode rank by itself: it holds so much that a prefill rank would cost more
+    BYPASS = "bypass"  # a decode rank by itself: a prefill rank would cost more, or has no room
     DEGRADED = "degraded"  # a decode rank by itself, since no prefill rank can be had
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request

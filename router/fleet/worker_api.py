@@ -230,13 +230,18 @@ def _engine(sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None)
 
 
 def _part(spec: WorkerSpec, server: Mapping[str, Any], *, engine: Engine) -> Part:
-    """SGLang and the shim tell their role; only SGLang's decode workers refuse a prompt that nobody computed."""
+    """SGLang and the shim tell their role; only SGLang's decode workers refuse a prompt that nobody computed, and keep
+    no cache unless they are told to.
+    """
     told = server.get("disaggregation_mode")
     role = WorkerRole(spec.role or (told if told in tuple(WorkerRole) else WorkerRole.UNIFIED))
     if role is WorkerRole.UNIFIED:
         return WHOLE
     handover = Handover(spec.handover or (Handover.PARAMS if engine is Engine.VLLM else Handover.BOOTSTRAP))
-    return Part(role, handover, is_self_sufficient=engine is not Engine.SGLANG)
+    if engine is not Engine.SGLANG:
+        return Part(role, handover)
+    keeps_cache = role is WorkerRole.PREFILL or server.get("disaggregation_decode_enable_radix_cache") is True
+    return Part(role, handover, is_self_sufficient=False, keeps_cache=keeps_cache)
 
 
 def _sources(

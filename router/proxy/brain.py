@@ -14,10 +14,11 @@ from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.draining import Departures
 from router.core.output_lengths import OutputLengths
-from router.core.pd import can_serve, make_role_policy
+from router.core.pd import make_role_policy
 from router.core.seen import SeenPrefixes
 from router.core.session import identify
 from router.core.types import Decision, RouteRequest, SessionKey
+from router.core.ways import can_serve
 from router.errors import NoWorker
 from router.fleet.decisions import Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet
@@ -45,12 +46,9 @@ class RouterBrain(Models):
     ) -> None:
         self.decisions = DecisionLog() if decisions is None else decisions
         super().__init__(fleet)
-        self._settings = settings
         self._metrics = metrics
+        self.use(settings)
         self._decision_seconds = metrics.decision_seconds.labels()
-        self._policy = make_role_policy(
-            settings.policy, CostParameters(move_weight=settings.move_weight), agree=fleet.shared.is_shared
-        )
         self._rng = random.Random(settings.seed)
         self._seen: dict[str, SeenPrefixes] = {}
         self._departures = Departures()
@@ -196,7 +194,7 @@ class RouterBrain(Models):
         ``exclude`` are slots where it failed: it waits for room elsewhere. A prompt longer than any context is not
         waited for: its engine refuses it.
         """
-        if self._holding is None or self.makes_pairs:  # whose caches it does not know how to fill
+        if self._holding is None:
             return None
         context_tokens = self.context_tokens(prepared.model)
         if context_tokens is not None and prepared.tokens is not None and prepared.prompt_tokens > context_tokens:
@@ -230,21 +228,28 @@ class RouterBrain(Models):
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
-        lease = self._leases.open(prepared, decision, now=now)
-        lease.is_loading = _is_loading(request, decision)
-        if self._holding is not None and not self.makes_pairs:
-            lease.visit = self._holding.started(request, decision.slot)
+        half = decision.prefill
+        lease = self._open(prepared, decision, request, now=now, partner=None if half is None else half.slot)
         self._note(lease, request, now=now)
         if leaving is not None:
             self._departures.left(request, leaving, lease.claim)
-        attempt = Attempt(target=lease.member.target, decision=decision, lease=lease)
-        if decision.prefill is None:
-            return attempt
-        half = self._leases.open(prepared, decision.prefill, now=now)
-        half.noted = lease.noted
-        half.is_loading = _is_loading(request, decision.prefill)
-        prefill = Attempt(target=half.member.target, decision=decision.prefill, lease=half)
-        return msgspec.structs.replace(attempt, prefill=prefill)
+        prefill = None
+        if half is not None:
+            other = self._open(prepared, half, request, now=now, partner=decision.slot)
+            other.noted = lease.noted
+            prefill = Attempt(target=other.member.target, decision=half, lease=other)
+        return Attempt(target=lease.member.target, decision=decision, lease=lease, prefill=prefill)
+
+    def _open(
+        self, prepared: PreparedRequest, decision: Decision, request: RouteRequest, *, now: float, partner: int | None
+    ) -> Lease:
+        """A lease on the decision's rank, of which ``partner`` is the other of the pair."""
+        lease = self._leases.open(prepared, decision, now=now)
+        # Where it fetches a part from below its first token says little of how fast it computes.
+        lease.is_loading = request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens
+        if self._holding is not None:
+            lease.visit = self._holding.started(request, decision.slot, partner=partner)
+        return lease
 
     def _decide(self, request: RouteRequest, *, now: float) -> Decision | None:
         """Among the ranks that do not keep failing; among all when nothing else is left."""
@@ -390,8 +395,3 @@ def _decided(prepared: PreparedRequest, request_id: str, *, tenant: str, keyed: 
         prompt_tokens=prepared.prompt_tokens,
         ideal_tokens=prepared.ideal_tokens,
     )
-
-
-def _is_loading(request: RouteRequest, decision: Decision) -> bool:
-    """Whether the rank will fetch a part from below, so that its first token says little of how fast it computes."""
-    return request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens

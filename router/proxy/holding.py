@@ -89,11 +89,15 @@ class Holding:
 
     def charged_elsewhere(self, model: str, session: SessionKey) -> Mapping[int, int]:
         """What another replica, which served the conversation not long ago, charges it with, by slot."""
-        home = self._fleet.shared.home(model, session)
-        since = self._fleet.clock() - self._admission.longest_idle_seconds
-        if home is None or home.is_own or home.used_at < since:
-            return {}
-        return {rank.slot: home.prompt_tokens for rank in self._fleet.view.ranks if rank.id == home.rank}
+        fleet, since = self._fleet, self._fleet.clock() - self._admission.longest_idle_seconds
+        kinds = (False, True) if fleet.view.is_disaggregated else (False,)
+        homes = [fleet.shared.home(model, session, is_prefill=is_prefill) for is_prefill in kinds]
+        charged = {
+            home.rank: home.prompt_tokens
+            for home in homes
+            if home is not None and not home.is_own and home.used_at >= since
+        }
+        return {rank.slot: charged[rank.id] for rank in fleet.view.ranks if rank.id in charged} if charged else {}
 
     def _charged(self) -> Mapping[RankId, int]:
         """What is charged to each rank by this replica, but for what may lapse."""
@@ -107,9 +111,9 @@ class Holding:
 
     # --- requests under way ---------------------------------------------------------------------------
 
-    def started(self, request: RouteRequest, slot: int) -> Visit:
-        """The request was sent to ``slot``."""
-        return self._admission.start(request, slot, self._view(), now=self._fleet.clock())
+    def started(self, request: RouteRequest, slot: int, *, partner: int | None) -> Visit:
+        """The request was sent to ``slot``, and to its ``partner`` where they are a pair."""
+        return self._admission.start(request, slot, self._view(), now=self._fleet.clock(), partner=partner)
 
     def first_token(self, visit: Visit) -> None:
         """Its prefill is over: the rank's place for a cold start may be free."""

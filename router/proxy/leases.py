@@ -149,8 +149,8 @@ class Leases:
             self._holding.finished(
                 lease.visit,
                 is_kept=outcome is Outcome.OK or (lease.visit.has_begun and outcome in _LEAVES_CONTEXT),
-                output_tokens=None if told is None else _output_tokens(told),
-                cached_tokens=None if told is None else told.cached_tokens,
+                output_tokens=None if told is None or is_prefill else _output_tokens(told),
+                cached_tokens=None if told is None or lease.decision.prefill is not None else told.cached_tokens,
                 ideal_tokens=prepared.ideal_tokens if prepared.tokens is not None else None,
             )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.core.pd import HANDOVER_SECONDS, lacking, transfer_seconds
+from router.core.pd import HANDOVER_SECONDS, transfer_seconds
 from router.core.types import Decision, FleetView, Handover, WorkerRole
+from router.core.ways import lacking
 from router.errors import NoWorker
 from router.fleet.member import Member
 from router.wire import handover

@@ -56,6 +56,7 @@ def homing(*arguments: str) -> Iterator[Running]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
+        timer.cancel()
         assert " ready " in line, line + (process.stderr.read() if process.stderr else "")
         yield Running(process, dict(word.split("=", 1) for word in line.split() if "=" in word))
     finally:

@@ -208,15 +208,22 @@ async def test_models_are_described_in_the_workers_own_words() -> None:
     [
         ({"disaggregation_mode": "null"}, {}, WHOLE),
         ({"disaggregation_mode": "prefill"}, {}, Part(WorkerRole.PREFILL, Handover.BOOTSTRAP, False)),
-        ({"disaggregation_mode": "decode"}, {}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False)),
-        ({}, {"role": "decode"}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False)),
+        ({"disaggregation_mode": "decode"}, {}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False, False)),
+        (
+            {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
+            {},
+            Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False, True),
+        ),
+        ({}, {"role": "decode"}, Part(WorkerRole.DECODE, Handover.BOOTSTRAP, False, False)),
         ({}, {"role": "decode", "engine": "vllm"}, Part(WorkerRole.DECODE, Handover.PARAMS, True)),
         ({"disaggregation_mode": "decode"}, {"role": "unified"}, WHOLE),
         ({"disaggregation_mode": "prefill"}, {"handover": "params"}, Part(WorkerRole.PREFILL, Handover.PARAMS, False)),
     ],
 )
 async def test_its_role(told: dict[str, Any], written: dict[str, Any], expected: Part) -> None:
-    """SGLang tells its role and bootstrap port in ``/server_info``; what the operator wrote wins."""
+    """SGLang tells its role, its bootstrap port and whether a decode worker keeps a cache in ``/server_info``; what the
+    operator wrote of the role wins.
+    """
     info = SGLANG_INFO | {"disaggregation_bootstrap_port": 8998} | told
     async with ControlWorker({"/server_info": as_json(info)}) as worker, httpx.AsyncClient() as client:
         described = await describe(client, WorkerSpec(url=worker.url, **written))

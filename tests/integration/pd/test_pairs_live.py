@@ -43,9 +43,15 @@ def _sum(text: str, name: str, labels: dict[str, str]) -> float:
 
 @contextlib.contextmanager
 def pairs(
-    shim: Sequence[str], *, handover: str = "bootstrap", prefill: int = 1, decode: int = 1, dp_size: int = 2
+    shim: Sequence[str],
+    *,
+    handover: str = "bootstrap",
+    prefill: int = 1,
+    decode: int = 1,
+    dp_size: int = 2,
+    options: Sequence[str] = (),
 ) -> Iterator[Pairs]:
-    """Shims of both roles and a router that was told nothing but their addresses and the contract."""
+    """Shims of both roles and a router that was told nothing but their addresses and the contract, and ``options``."""
     with contextlib.ExitStack() as stack:
         size = ("--dp-size", str(dp_size))
         pools = (
@@ -57,7 +63,7 @@ def pairs(
             for running in (*pools[0], *pools[1])
             for word in ("--worker", json.dumps({"url": f"http://{running.words['http']}", "handover": handover}))
         ]
-        _, data, admin = stack.enter_context(router(*specs, "--probes.parity", "false"))
+        _, data, admin = stack.enter_context(router(*specs, "--probes.parity", "false", *options))
         until(lambda: all(worker["status"] == "ready" for worker in workers(admin)))
         yield Pairs(*pools, data, admin)
 

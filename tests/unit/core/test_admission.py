@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -309,13 +310,16 @@ class Ledger:
             if key[1] == slot and key[0] != but and (self.flying.get(key) or now - self.since.get(key, -1e9) <= 60)
         )
 
-    def sent(self, name: str, slot: int, tokens: int, *, now: float) -> None:
-        if not self.flying.get((name, slot)) and now - self.since.get((name, slot), now) > 60:
-            self.left.pop((name, slot), None)  # who comes back later may have lost its place
-        for key in [key for key in self.left if key[0] == name and key[1] != slot and not self.flying.get(key)]:
+    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float) -> None:
+        """To one rank, or to a pair."""
+        for slot in slots:
+            if not self.flying.get((name, slot)) and now - self.since.get((name, slot), now) > 60:
+                self.left.pop((name, slot), None)  # who comes back later may have lost its place
+        for key in [key for key in self.left if key[0] == name and key[1] not in slots and not self.flying.get(key)]:
             if tokens >= 0.7 * max(self.left[key][-4:]):
                 del self.left[key]
-        self.flying.setdefault((name, slot), []).append(tokens)
+        for slot in slots:
+            self.flying.setdefault((name, slot), []).append(tokens)
 
     def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool) -> None:
         self.flying[name, slot].remove(tokens)
@@ -342,7 +346,7 @@ def test_admission_never_runs_over() -> None:
         others = ledger.tokens(slot, now=now, but=name)
         visit = desk.admission.start(request, slot, desk.view, now=now)
         was_flying = bool(ledger.flying.get((name, slot)))
-        ledger.sent(name, slot, request.prompt_tokens, now=now)
+        ledger.sent(name, [slot], request.prompt_tokens, now=now)
         running.append((name, slot, request.prompt_tokens, visit))
         passed[admit.why] += 1
         whole = ledger.tokens(slot, now=now)

@@ -26,6 +26,7 @@ from router.core.types import (
     Trust,
     WorkerRole,
 )
+from router.core.ways import can_serve, lacking
 
 NOW = 100.0
 #: An idle rank of this pace computes 1,000 tokens a second, whatever lies before them, and fetches 10,000.
@@ -295,15 +296,15 @@ def test_a_prefill_rank_never_answers() -> None:
     """Without decode ranks nothing is decided, and the missing role is named."""
     fleet = (prefill(0), prefill(1))
     assert decide(*fleet, request=ask()) is None
-    assert pd.lacking(FleetView(fleet), "m") is WorkerRole.DECODE
-    assert not pd.can_serve(fleet)
-    assert pd.lacking(FleetView((decode(0, sufficient=False),)), "m") is WorkerRole.PREFILL
-    assert not pd.can_serve([decode(0, sufficient=False)])
-    assert not pd.can_serve([decode(0, sufficient=False), prefill(1, handover=Handover.PARAMS)])
-    assert pd.can_serve([decode(0, sufficient=False), prefill(1)])
-    assert pd.can_serve([decode(0)])
-    assert pd.can_serve([unified(0)])
-    assert pd.lacking(FleetView((unified(0), prefill(1))), "m") is None
+    assert lacking(FleetView(fleet), "m") is WorkerRole.DECODE
+    assert not can_serve(fleet)
+    assert lacking(FleetView((decode(0, sufficient=False),)), "m") is WorkerRole.PREFILL
+    assert not can_serve([decode(0, sufficient=False)])
+    assert not can_serve([decode(0, sufficient=False), prefill(1, handover=Handover.PARAMS)])
+    assert can_serve([decode(0, sufficient=False), prefill(1)])
+    assert can_serve([decode(0)])
+    assert can_serve([unified(0)])
+    assert lacking(FleetView((unified(0), prefill(1))), "m") is None
 
 
 def test_what_cannot_be_split_goes_to_a_rank_that_does_it_all() -> None:

@@ -225,3 +225,49 @@ async def test_explained() -> None:
     assert now.alone_seconds < now.pair_seconds
     finish(attempt, usage=Usage(1000, 1, 0), decode_usage=Usage(1000, 20, 999))
     assert (noted.outcome, noted.prompt_tokens, noted.cached_tokens) == (Outcome.OK, 1000, 0)
+
+
+def charged(world: World) -> list[int]:
+    return [world.brain._holding._admission.charged_tokens(rank.slot) for rank in world.fleet.view.ranks]
+
+
+async def test_a_pair_is_charged_on_both_ranks() -> None:
+    """The prompt of 1,000 here, and there with the answer, 500 as long as nothing is known of answers; of what ended,
+    the 20 tokens that it had. What fails leaves nothing; a bypass, nothing on the prefill rank.
+    """
+    world = World(sufficient=True)
+    attempt = await world.ask(max_tokens=200)
+    prefill, decode = legs(attempt)
+    expected = [0, 0, 0, 0]
+    expected[prefill], expected[decode] = 1000, 1200
+    assert charged(world) == expected
+    finish(attempt, usage=Usage(1000, 1, 0), decode_usage=Usage(1000, 20, 0))
+    expected[decode] = 1020
+    assert charged(world) == expected
+
+    failed = await world.ask(session="other", prompt=list(range(2_000, 3_000)))
+    failed.prefill.lease.close(Outcome.RESET, None)
+    failed.lease.close(Outcome.ABANDONED, None)
+    assert charged(world) == expected
+
+    world.publish(decode, 1000)
+    again = await world.ask()
+    assert legs(again) == (None, decode)
+    finish(again, decode_usage=Usage(1000, 20, 999))
+    assert sum(charged(world)) == 1020
+
+
+async def test_a_newcomer_waits_for_a_prefill_rank_that_is_done() -> None:
+    """Both compute cold prompts: the third waits until one of them has, though both decode ranks are free."""
+    world = World()
+    first, second, third = (list(range(start, start + 1000)) for start in (2_000, 4_000, 6_000))
+    computing = await world.ask(session="a", prompt=first)
+    await world.ask(session="b", prompt=second)
+    went: list[bool] = []
+    prepared = await world.prepare(1000, "c", prompt=third)
+    held = world.brain.hold(prepared, lambda: went.append(True))
+    assert held is not None
+    assert computing.prefill is not None
+    computing.prefill.lease.first_byte()
+    assert went == [True]
+    assert legs(world.brain.choose(prepared))[0] == legs(computing)[0]

@@ -1,0 +1,87 @@
+"""Working-set admission before real shims with roles: more conversations than either pool holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.integration.pd.test_pairs_live import Pairs, pairs
+
+POOL_TOKENS = 20_000
+CONVERSATIONS = 6
+TURNS = 5
+SHIM = (
+    *("shim", "--port", "0", "--kv-events-port", "0", "--replay-port", "0", "--runner", "sim"),
+    *("--sim-prefill-rate", "40000", "--sim-decode-step", "2", "--transfer-rate", "400000"),
+    *("--pool-tokens", str(POOL_TOKENS)),
+)
+
+
+@dataclass
+class Told:
+    """What the answers to later turns said: prompt tokens of the turn before, and what of them was reused."""
+
+    earlier: int = 0
+    reused: int = 0
+    reasons: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def ratio(self) -> float:
+        return self.reused / self.earlier
+
+
+def converse(found: Pairs, name: str, told: Told, *, words: int) -> None:
+    """6,000 tokens at first, and ``words`` a turn more."""
+    prompt, before = f"{name} " + " ".join(f"{name}{word}" for word in range(1_500)), 0
+    for turn in range(TURNS):
+        prompt += " " + " ".join(f"t{turn}x{word}" for word in range(words))
+        body = {"model": "needle", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+        answer = found.data.post("/v1/completions", json=body, headers={"x-session-id": name}, timeout=90)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        with told.lock:
+            if turn:
+                told.earlier += before
+                told.reused += min(before, usage["prompt_tokens_details"]["cached_tokens"])
+            told.reasons.add(answer.headers["x-homing-reason"])
+        before = usage["prompt_tokens"] // 16 * 16
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("handover", ["bootstrap", "params"])
+def test_conversations_beyond_the_pools_wait_and_then_find_their_caches(handover: str) -> None:
+    """Two decode ranks hold two conversations each, and six come: the others wait until those have been idle.
+
+    Nothing is computed twice, and charges fit the pools at all times. Without admission the six compute most of their
+    contexts again with every turn.
+    """
+    told, most = {}, 0.0
+    for admission in ("off", "guarded"):
+        told[admission] = Told()
+        with (
+            pairs(
+                SHIM, handover=handover, prefill=1, decode=2, dp_size=1, options=("--routing.admission", admission)
+            ) as found,
+            ThreadPoolExecutor(CONVERSATIONS) as pool,
+        ):
+            talks = [
+                pool.submit(converse, found, f"c{number}", told[admission], words=100)
+                for number in range(CONVERSATIONS)
+            ]
+            while not all(talk.done() for talk in talks):
+                most = max(most, found.sum("homing_admission_charged_tokens"))
+                time.sleep(0.1)
+            for talk in talks:
+                talk.result()
+            held = found.sum("homing_admission_hold_seconds_count", end="released")
+            assert held >= 2 if admission == "guarded" else held == 0
+            assert found.sum("homing_rank_inflight_requests") == 0
+    print({name: f"{each.ratio:.3f}" for name, each in told.items()}, f"most charged {most:.0f}")
+    assert told["guarded"].ratio > 0.97
+    assert told["off"].ratio < 0.8
+    assert most <= 1.05 * 3 * POOL_TOKENS
