@@ -16,6 +16,7 @@ HomingError
     ├── PayloadTooLarge        413
     ├── HeadersTooLarge        431
     ├── TooManyRequests        429  with Retry-After
+    ├── WorkerRefused          as the worker has it: told again where its answer cannot be passed on as it is
     ├── UpstreamFailed         502  the worker broke before its first byte, on every attempt
     ├── NoWorker               503  nothing can serve the model now; with Retry-After
     └── UpstreamTimeout        504
@@ -66,6 +67,11 @@ class RequestError(HomingError):
         if code is not None:
             self.code = code
 
+    @property
+    def counted_as(self) -> str:
+        """The code in metrics: one of this router's, whoever chose the other."""
+        return self.code
+
 
 class BadRequest(RequestError):
     status, type, code = 400, "invalid_request_error", "invalid_request"
@@ -107,6 +113,21 @@ class HeadersTooLarge(RequestError):
 class TooManyRequests(RequestError):
     status, type, code = 429, "rate_limit_error", "overloaded"
     retry_after_seconds = 1
+
+
+class WorkerRefused(RequestError):
+    """``code`` and ``type`` are the worker's, where it gives any."""
+
+    type, code = "invalid_request_error", "worker_refused"
+
+    def __init__(self, message: str, *, status: int, type_: str | None, code: str | None, param: str | None) -> None:
+        super().__init__(message, code=code, param=param)
+        self.status = status
+        self.type = type_ or (self.type if status < 500 else "server_error")
+
+    @property
+    def counted_as(self) -> str:
+        return "worker_refused"
 
 
 class UpstreamFailed(RequestError):

@@ -49,6 +49,23 @@ class FairQueue(Generic[T]):
                 return item
         return None
 
+    def give_way(self, *, tenant: str, priority: Priority) -> T | None:
+        """Who leaves a full queue for one who comes: the last of the least urgent, of the tenant that has most of them.
+
+        Taken from the queue; None where nobody is less urgent, nor any tenant two ahead among equals.
+        """
+        lowest = max((urgency for urgency, line in self._lines.items() if line), default=priority)
+        if lowest < priority:
+            return None
+        line = self._lines[lowest]
+        most = max(line, key=lambda name: len(line[name]), default=None)
+        if most is None or (lowest == priority and len(line[most]) < len(line.get(tenant, ())) + 2):
+            return None
+        ticket = next(reversed(line[most]))
+        item = line[most][ticket]
+        self.remove(ticket)
+        return item
+
     def remove(self, ticket: int) -> None:
         """Wait no longer. A ticket that waits no more is no error."""
         place = self._places.pop(ticket, None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout
+import msgspec
+
+from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout, WorkerRefused
 from router.proxy.types import Outcome
 from router.proxy.upstream import AnswerHead, Failure
 
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
+_ERROR_FIELDS: Final = ("message", "type", "code", "param")
 #: Better asked of another rank first.
 REFUSALS: Final = frozenset({Outcome.PUSHBACK, Outcome.SERVER_ERROR})
 
@@ -55,6 +58,27 @@ def is_stream(head: AnswerHead) -> bool:
 def is_good_stream(head: AnswerHead) -> bool:
     """The same, and no error."""
     return head.status < 400 and is_stream(head)
+
+
+def told_by(refusal: Refusal) -> WorkerRefused:
+    """What the worker said, for a stream that has begun and can take no answer but an event.
+
+    OpenAI's and Anthropic's shape have it under ``error``, older engines at the top.
+    """
+    status = refusal.head.status
+    try:
+        said = msgspec.json.decode(refusal.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("error"), dict):
+        said = said["error"]
+    message, type_, code, param = (
+        value if isinstance(value, str) else None
+        for value in (said.get(name) if isinstance(said, dict) else None for name in _ERROR_FIELDS)
+    )
+    return WorkerRefused(
+        message or f"The worker answered {status}.", status=status, type_=type_, code=code, param=param
+    )
 
 
 def error_of(failure: Failure) -> RequestError:

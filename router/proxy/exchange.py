@@ -104,7 +104,8 @@ class Exchange:
 
     def cancel(self) -> None:
         """The client has gone, or the router goes."""
-        self.status = _CLIENT_CLOSED_REQUEST
+        if self.client.gone:
+            self.status = _CLIENT_CLOSED_REQUEST
         self._give_up(NoWorker("The router is shutting down.", code="shutting_down"), Outcome.CLIENT_GONE)
 
     def expire_after(self, seconds: float, error: RequestError) -> None:
@@ -142,9 +143,9 @@ class Exchange:
         client = self.client
         if not client.gone:
             known = error if isinstance(error, RequestError) else RequestError("The router failed on this request.")
-            self._instruments.error(known.code)
+            self._instruments.error(known.counted_as)
             if self.trace is not None:
-                self.trace.failed(known.code)
+                self.trace.failed(known.counted_as)
             if not client.begun:
                 self.status = known.status
                 client.answer_error(error, lines=self.id_line, dialect=self.dialect)

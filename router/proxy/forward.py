@@ -14,7 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from router.core.retry import RetryBudget
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
-from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is_stream, outcome_of
+from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is_stream, outcome_of, told_by
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
 from router.proxy.outbound import Outbound, Writer
@@ -59,6 +59,7 @@ class Forwarding:
         "_attempt",
         "_connecting",
         "_connection",
+        "_ends_with_connection",
         "_exchange",
         "_excluded",
         "_failures",
@@ -88,6 +89,7 @@ class Forwarding:
         self._is_kept = False
         self._relay: Relay | None = None
         self._is_open_ended = False
+        self._ends_with_connection = False
         self._refusal: Refusal | None = None
         # What has been tried:
         self._excluded: frozenset[int] = frozenset()
@@ -286,6 +288,7 @@ class Forwarding:
         assert exchange.endpoint is not None
         relay = Relay(client, exchange.endpoint, is_stream=is_stream(head))
         self._is_open_ended = relay.is_stream and (exchange.is_held_open or not head.has_length)
+        self._ends_with_connection = head.ends_with_connection
         exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
@@ -305,6 +308,8 @@ class Forwarding:
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
         exchange, forwarder = self._exchange, self._forwarder
+        if failure is None and self._ends_with_connection and relay.is_stream and not relay.is_done:
+            failure = Failure(Outcome.RESET, "the worker closed the connection", answered=True)
         if failure is None:
             relay.end()
             if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:
@@ -335,7 +340,10 @@ class Forwarding:
             assert last is not None
             return exchange.fail(error_of(last))
         if exchange.client.begun:
-            return exchange.fail(UpstreamFailed(f"The worker answered {last.head.status}."))
+            status = last.head.status
+            return exchange.fail(
+                told_by(last) if status >= 400 else UpstreamFailed(f"The worker answered {status}, but no stream.")
+            )
         lines = last.lines + last.head.lines
         if not http1.bodiless(last.head.status):
             lines += b"content-length: %d\r\n" % len(last.body)

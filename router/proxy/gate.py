@@ -38,6 +38,11 @@ class Waiter:
         self._stop()
         self._gate.forget(self._ticket)
 
+    def give_way(self, error: TooManyRequests) -> None:
+        """This one is out of the queue, for another who has a better claim."""
+        self._stop()
+        self._late(error)
+
     def _expire(self) -> None:
         self.leave()
         seconds = self._gate.wait_seconds()
@@ -84,19 +89,28 @@ class Gate:
     ) -> Waiter | None:
         """Take a place: None. Or wait for one: ``go`` is called with the place taken, ``late`` if it takes too long.
 
-        Whoever has a place gives it up by ``leave``. Raises ``TooManyRequests`` when the queue is full.
+        Whoever has a place gives it up by ``leave``. When the queue is full, one who waits gives way to who is more
+        urgent, or of a tenant that has fewer there; else this raises ``TooManyRequests``.
         """
         if self._inflight < self._max_inflight:
             self._inflight += 1
             return None
+        yielding: Waiter | None = None
         if len(self._queue) >= self._max_queued:
-            message = "The router has as many requests as it may have."
-            raise refusal(message, code="queue_full", seconds=self.wait_seconds())
+            yielding = self._queue.give_way(tenant=tenant, priority=priority)
+            if yielding is None:
+                raise self._full()
         if not self._queue:
             self._turnover.begin(now=self._clock())
         waiter = Waiter(self, go, late)
         waiter.begin(self._queue.add(waiter, tenant=tenant, priority=priority), loop, seconds=self._queue_seconds)
+        if yielding is not None:
+            yielding.give_way(self._full())
         return waiter
+
+    def _full(self) -> TooManyRequests:
+        message = "The router has as many requests as it may have."
+        return refusal(message, code="queue_full", seconds=self.wait_seconds())
 
     def leave(self) -> None:
         """A place is free: the next one has it, unless more than should have come back."""

@@ -10,7 +10,7 @@ from router.wire import handover, openai
 from router.wire import headers as names
 from router.wire.openai import InferenceRequest
 
-#: Workers come and go; heads of so many are kept.
+#: Workers come and go; heads of so many are kept, the earliest written forgotten first.
 _MAX_KEPT: Final = 4096
 
 
@@ -29,7 +29,7 @@ class Writer:
     """Writes heads, of which most is the same for every request to a rank and is written once."""
 
     def __init__(self) -> None:
-        self._heads: dict[tuple[Target, bytes], bytes] = {}
+        self._heads: dict[Target, tuple[bytes, bytes]] = {}
         self._places: dict[tuple[RankId, Reason], bytes] = {}
 
     def message(self, outbound: Outbound, target: Target, *, body: bytes | None = None) -> tuple[bytes, bytes]:
@@ -42,13 +42,15 @@ class Writer:
                 body = openai.with_field(outbound.inference, handover.RANK_FIELD, rank)
             else:
                 body = outbound.inference.body
-        key = (target, outbound.target)
-        head = self._heads.get(key)
+        head = self._heads.get(target)
         if head is None:
-            head = _head(target, outbound.target)
-            if len(self._heads) < _MAX_KEPT:
-                self._heads[key] = head
-        return b"%b%bcontent-length: %d\r\n\r\n" % (head, outbound.lines, len(body)), body
+            head = _head(target)
+            if len(self._heads) >= _MAX_KEPT:
+                del self._heads[next(iter(self._heads))]
+            self._heads[target] = head
+        before, after = head
+        parts = (before, outbound.target, after, outbound.lines, len(body))
+        return b"%b%b%b%bcontent-length: %d\r\n\r\n" % parts, body
 
     def decision_lines(self, decision: Decision, *, attempt: int, id_line: bytes) -> bytes:
         """The ``x-homing-*`` headers and the request's id."""
@@ -56,8 +58,9 @@ class Writer:
         place = self._places.get(key)
         if place is None:
             place = _place(decision)
-            if len(self._places) < _MAX_KEPT:
-                self._places[key] = place
+            if len(self._places) >= _MAX_KEPT:
+                del self._places[next(iter(self._places))]
+            self._places[key] = place
         lines = b"%b%b%d\r\n%b: %d\r\n" % (id_line, place, decision.expected_cached_tokens, names.ATTEMPTS, attempt)
         if decision.prefill is not None:
             lines += b"%b: %b\r\n" % (names.PREFILL_RANK, str(decision.prefill.id).encode())
@@ -69,12 +72,13 @@ def rank_in_body(target: Target) -> int | None:
     return target.rank if target.dp_size > 1 and target.engine is not Engine.VLLM else None
 
 
-def _head(target: Target, path: bytes) -> bytes:
+def _head(target: Target) -> tuple[bytes, bytes]:
+    """What comes before a request's path and query, which are the client's, and what comes after them."""
     host = f"[{target.host}]" if ":" in target.host else target.host
-    head = b"POST %b%b HTTP/1.1\r\nhost: %b:%d\r\n" % (target.base_path.encode(), path, host.encode(), target.port)
+    after = b" HTTP/1.1\r\nhost: %b:%d\r\n" % (host.encode(), target.port)
     if target.dp_size > 1 and target.engine is not Engine.SGLANG:
-        head += b"%b: %d\r\n" % (names.DP_RANK, target.rank)
-    return head
+        after += b"%b: %d\r\n" % (names.DP_RANK, target.rank)
+    return b"POST " + target.base_path.encode(), after
 
 
 def _place(decision: Decision) -> bytes:

@@ -39,6 +39,8 @@ _BACKLOG: Final = 4096
 _HANGING_UP_SECONDS: Final = 0.02
 #: How long the last words of a drain may take to be sent.
 _LAST_WORDS_SECONDS: Final = 1.0
+#: Clients that are turned away, and may still be sending: so many are waited for, lest a reset overtake the answer.
+_MAX_LINGERING: Final = 64
 
 
 class Own(StrEnum):
@@ -119,6 +121,7 @@ class DataPlane:
         )
         metrics.queued.set_function(lambda: self._arrivals.queued)
         self._clients: set[ClientConnection] = set()
+        self._turned_away: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._draining = self._retired = False
         self._empty: asyncio.Event | None = None
@@ -143,7 +146,7 @@ class DataPlane:
         return TlsDoor(
             tls,
             partial(ClientConnection, self),
-            admit=lambda address: self._limits.admit(address) is None,
+            admit=self._admit_handshake,
             release=self._limits.release,
             seconds=self.settings.header_timeout_seconds,
         )
@@ -195,15 +198,25 @@ class DataPlane:
         refusal = self._limits.admit(address)
         if refusal is not None:
             self._instruments.error(refusal.code)
-            client.turn_away(refusal)
+            lingers = len(self._turned_away) < _MAX_LINGERING
+            if lingers:
+                self._turned_away.add(client)
+            client.turn_away(refusal, lingers=lingers)
             return
         self._addresses[client] = address
         self._clients.add(client)
         if self._draining:
             client.drain()
 
+    def _admit_handshake(self, address: str) -> bool:
+        refusal = self._limits.admit(address)
+        if refusal is not None:
+            self._instruments.error(refusal.code)
+        return refusal is None
+
     def left(self, client: ClientConnection, *, midway: bool) -> None:
         if client not in self._clients:
+            self._turned_away.discard(client)
             return
         self._clients.remove(client)
         self._limits.release(self._addresses.pop(client))

@@ -4,70 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from router.errors import Dialect, NoWorker, RequestError, RequestTimeout, to_answer
+from router.proxy.door import Door, Serving, has_left
 from router.proxy.watchdog import Watchdog
-from router.settings import ServerSettings
 from router.wire import http1
 from router.wire.http1 import HttpRequest, Phase, RequestHead, RequestReader
-from router.wire.known_heads import KnownHeads
 
 #: Pipelined requests that may wait behind the one being served, and bytes of their bodies, the one that is being read
 #: among them; then the client is read no further.
 _MAX_QUEUED = 8
 _MAX_QUEUED_BYTES = 1024 * 1024
+#: While nothing is read of a client, so often is looked whether it has left.
+_LOOK_SECONDS = 0.1
 #: After a refusal the client may still be sending. Closing at once would reset the connection under the answer.
 _LINGER_SECONDS = 2.0
 _READING: Final = frozenset({Phase.HEAD, Phase.BODY})
-
-
-class Serving(Protocol):
-    """A request that is being answered."""
-
-    def pause(self) -> None:
-        """The client does not keep up: stall what its answer comes from."""
-
-    def resume(self) -> None:
-        """The client has caught up."""
-
-    def cancel(self) -> None:
-        """Give up and call ``finished``: the client has gone, or must go and may still be told so."""
-
-
-class Door(Protocol):
-    """What a connection needs of the data plane behind it."""
-
-    @property
-    def settings(self) -> ServerSettings: ...
-
-    @property
-    def known_heads(self) -> KnownHeads[RequestHead]: ...
-
-    def serve(self, request: HttpRequest, client: ClientConnection) -> None:
-        """Answer one request through ``client``, then call its ``finished``. What takes time is attached to it."""
-
-    def screen(self, head: RequestHead) -> RequestError | None:
-        """Why a request is not worth the reading of its body, if it is not."""
-
-    def refused(self, error: RequestError, reader: RequestReader) -> tuple[Dialect, bytes]:
-        """The request being read is answered with ``error`` before it reaches ``serve``.
-
-        Returns in whose shape, and header lines for the answer.
-        """
-
-    def entered(self, client: ClientConnection) -> None:
-        """A client has connected. ``turn_away`` it here if it may not stay."""
-
-    def left(self, client: ClientConnection, *, midway: bool) -> None:
-        """The connection is gone; ``midway``: the client left before its answer had ended."""
 
 
 class ClientConnection:
     """One client. At most one request is being served; pipelined ones wait their turn.
 
     An ``asyncio.Protocol`` in all but descent, which a compiled class cannot have.
-    While more waits than may be queued, the socket is not read, and only then a disconnect goes unseen.
+    While more waits than may be queued, the socket is not read, and a disconnect is looked for instead: behind more
+    than the kernel takes it goes unseen until then.
     """
 
     def __init__(self, door: Door) -> None:
@@ -91,6 +52,7 @@ class ClientConnection:
         self._serving: Serving | None = None
         self._advancing = False
         self._reading_paused = False
+        self._looking: asyncio.TimerHandle | None = None
         self._writing_paused = False
         self._lingering = False
         self._draining = False
@@ -106,8 +68,8 @@ class ClientConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not subclasses of asyncio's, so no isinstance can tell.
         self._transport = cast("asyncio.Transport", transport)
-        self._door.entered(self)
         self._watchdog.set(self._keepalive_seconds)
+        self._door.entered(self)
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -131,6 +93,7 @@ class ClientConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watchdog.stop()
+        self._stop_looking()
         midway = self._request is not None
         self._transport = None
         self._queue.clear()
@@ -163,6 +126,8 @@ class ClientConnection:
                 return
             self._watchdog.set(self._body_seconds)
             self._send_continue()
+            if self._reader.awaits_continue:
+                self._watchdog.clear()  # the client waits for an answer's end, not the other way round
         else:
             self._watchdog.clear()
 
@@ -171,6 +136,7 @@ class ClientConnection:
         is_idle = not self._busy and not self._queue
         if self._reader.awaits_continue and is_idle and self._transport is not None:
             self._reader.awaits_continue = False
+            self._watchdog.set(self._body_seconds)
             self._transport.write(http1.CONTINUE)
 
     def _is_full(self) -> bool:
@@ -181,14 +147,28 @@ class ClientConnection:
         if not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
-            self._watchdog.clear()  # what does not come in time is not the client's fault now
+            if self._busy:
+                self._watchdog.clear()  # what does not come in time is not the client's fault now
+            self._look()
 
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
+            self._stop_looking()
             self._transport.resume_reading()
             if self._phase in _READING:
                 self._phase_changed(self._phase)
+
+    def _look(self) -> None:
+        if self._transport is not None and has_left(self._transport):
+            self.abort()
+        else:
+            self._looking = self._loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     def _expired(self) -> None:
         if self._lingering or self.gone:
@@ -267,6 +247,10 @@ class ClientConnection:
         dialect, lines = self._door.refused(error, self._reader)
         self._begin(HttpRequest(RequestHead("POST", b"", [], keep_alive=False)))
         self.answer_error(error, lines=lines, dialect=dialect)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Nothing more comes from here; what still comes from the client is dropped."""
         if self._transport is not None:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -371,12 +355,15 @@ class ClientConnection:
 
     # --- ending ---------------------------------------------------------------------------------
 
-    def turn_away(self, error: RequestError) -> None:
-        """Say why before anything is asked, and close."""
+    def turn_away(self, error: RequestError, *, lingers: bool) -> None:
+        """Say why before anything is asked, and close: at once only if the client's own words may reset the answer."""
         self._lingering = True
         self._begin(HttpRequest(RequestHead("GET", b"", [], keep_alive=False)))
         self.answer_error(error)
-        self.close()
+        if lingers:
+            self._linger()
+        else:
+            self.close()
 
     def drain(self) -> None:
         """Close once idle; what is being served may end, and what is being read be served."""

@@ -41,7 +41,7 @@ class AnswerHead:
     Answers may share one: it is not changed.
     """
 
-    __slots__ = ("content_type", "encoded", "has_length", "lines", "status", "status_line")
+    __slots__ = ("content_type", "encoded", "ends_with_connection", "has_length", "lines", "status", "status_line")
 
     def __init__(self, status: int, status_line: bytes, lines: bytes) -> None:
         self.status = status
@@ -52,6 +52,8 @@ class AnswerHead:
         self.encoded = False
         #: The end of the body is known beforehand: by its length, or because there is none.
         self.has_length = http1.bodiless(status)
+        #: The end of the connection is that of the body: a worker that dies looks like one that is done.
+        self.ends_with_connection = False
 
 
 class Receiver(Protocol):
@@ -101,7 +103,6 @@ class UpstreamConnection:
 
     def _begin_parsing(self) -> None:
         """What the parser says is of a new answer from now on."""
-        self._until_close = False
         self._is_repeatable = False
         self._head: AnswerHead | None = None
         self._length: int | None = None
@@ -225,7 +226,8 @@ class UpstreamConnection:
         """The worker has read on."""
 
     def eof_received(self) -> None:
-        if self._receiver is not None and self._until_close and not self._complete:
+        head = self._head
+        if self._receiver is not None and head is not None and head.ends_with_connection and not self._complete:
             self._complete = True
             self._pass_on()
             self._end(None)
@@ -259,6 +261,10 @@ class UpstreamConnection:
 
     # --- called by the parser -------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._keep = False  # what follows an answer would be taken for the next one's beginning
+
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
 
@@ -290,7 +296,7 @@ class UpstreamConnection:
             elif lowered == names.CONTENT_ENCODING:
                 head.encoded = value.lower() != b"identity"
         self._head = head
-        self._until_close = not head.has_length and not is_chunked
+        head.ends_with_connection = not head.has_length and not is_chunked
         # Of which the parser could not say anything else another time.
         is_plain = self._length is not None and not is_chunked and not http1.bodiless(status)
         self._is_repeatable = is_plain and self._parser.get_http_version() == "1.1"

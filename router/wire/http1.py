@@ -16,7 +16,14 @@ from typing import Any, Final, cast
 
 import httptools
 
-from router.errors import BadRequest, HeadersTooLarge, MethodNotAllowed, PayloadTooLarge, RequestError
+from router.errors import (
+    BadRequest,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    PayloadTooLarge,
+    RequestError,
+    TooManyRequests,
+)
 from router.wire import headers as names
 from router.wire.headers import Header
 from router.wire.known_heads import KnownHeads
@@ -25,6 +32,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 #: Chunk framing and trailers may weigh this many times the body they carry; one-byte chunks weigh six times.
 _MAX_FRAMING_RATIO: Final = 8
+#: Requests that are taken out of one piece of what a client sends; each is an object, and is served before others are.
+_MAX_AT_ONCE: Final = 256
 #: Headers that decide how a request is framed and whether it is valid.
 _CHECKED: Final = frozenset({names.HOST, names.CONTENT_LENGTH, names.TRANSFER_ENCODING, names.EXPECT})
 #: With one of these a head has to go through the parser each time.
@@ -276,6 +285,9 @@ class RequestReader:
         self.awaits_continue = False
         self._ready.append(self._request)
         self._request = None
+        if len(self._ready) > _MAX_AT_ONCE:
+            message = "So many requests may not be sent without waiting for an answer."
+            self._refuse(TooManyRequests(message, code="too_many_pipelined"))
 
     # --- rules ----------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from typing import Final, Generic, TypeVar
 
 Head = TypeVar("Head")
 
-#: So many are kept, the earliest forgotten first.
+#: So many are kept, the earliest forgotten first, and none that is longer: strangers choose how long theirs are.
 MAX_HEADS: Final = 1024
+MAX_HEAD_BYTES: Final = 4096
 #: How the line before the digits begins; any other is another header's, or some header's value.
 _SPELLINGS: Final = frozenset({b"\r\ncontent-l", b"\r\nContent-L"})
 _REST: Final = b"ength: "
@@ -53,7 +54,7 @@ def _key(data: bytes, end: int) -> bytes | None:
 
     What stands for the digits cannot stand in a head, so no two heads have one key.
     """
-    if end < 0:
+    if not 0 <= end <= MAX_HEAD_BYTES:
         return None
     before, _, rest = data[:end].partition(_REST)
     digits, _, after = rest.partition(b"\r\n")

@@ -40,8 +40,14 @@ class Endpoint(StrEnum):
 #: More than this no model's context holds, and nothing is priced or charged for more, whatever is asked for.
 MAX_TOKENS: Final = 1 << 27
 
-#: How Responses and Anthropic's API end a stream; the others end it with ``[DONE]``.
-_LAST_EVENTS: Final = (b"event: response.completed", b"event: response.failed", b"event: message_stop")
+#: How Responses and Anthropic's API end a stream, well or not; the others end it with ``[DONE]``.
+_LAST_EVENTS: Final = (
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+    b"event: message_stop",
+    b"event: error",
+)
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 

@@ -160,9 +160,74 @@ async def test_pipelined_requests_are_not_piled_up() -> None:
         await asyncio.sleep(0.4)
         assert writer.transport.get_write_buffer_size() == unsent > 0
         writer.transport.abort()
-        # While it is not read, that it has gone is seen no earlier than with its next answer.
+        # Its goodbye waits behind what the kernel cannot take: it is heard no earlier than with its next answer.
         for client in it.plane.clients:
             client.abort()
+
+
+@pytest.mark.parametrize("is_rude", [False, True], ids=["closed", "reset"])
+async def test_a_client_that_leaves_behind_a_full_pipeline_is_missed_at_once(*, is_rude: bool) -> None:
+    """As much waits as may, so nothing is read of it; its stream's worker is told within 0.2 s all the same."""
+    async with FaultWorker([(stream_head(), chunk(DELTA), Move.STALL)]) as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(raw(STREAM) + 9 * raw())
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.1)
+        if is_rude:
+            writer.transport.abort()
+        else:
+            writer.close()
+        started = time.monotonic()
+        async with asyncio.timeout(2):
+            await worker.until(open_connections=0)
+        assert time.monotonic() - started < 1.0  # 0.1 s on an idle machine
+        await it.until_quiet()
+        assert it.brain.outcomes == ["client_gone"]
+
+
+async def test_a_client_that_pipelines_and_never_reads_is_given_up() -> None:
+    """Its answers fill what the kernel takes; after the time for a body it is closed."""
+    server = ServerSettings(port=0, body_timeout_seconds=0.3)
+    async with rig(server=server) as it:
+        _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(400):
+            writer.write(200 * b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
+            await asyncio.sleep(0.002)
+            if not it.plane.clients:
+                break
+        await until(lambda: it.count("homing_connections") == 0, seconds=5)
+        writer.close()
+
+
+async def test_no_more_at_once_than_may() -> None:
+    """Of a flood in one piece so many are answered, then the client is told and closed."""
+    async with rig() as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(1000 * b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
+        async with asyncio.timeout(5):
+            said = await reader.read()
+        assert 256 <= said.count(b"HTTP/1.1 200 ") < 1000
+        assert said.count(b"HTTP/1.1 429 ") == 1
+        assert b'"too_many_pipelined"' in said
+        writer.close()
+
+
+async def test_who_waits_to_be_asked_for_a_body_is_not_late() -> None:
+    """Behind an answer that takes its time the body is not asked for; its own time begins when it is."""
+    server = ServerSettings(port=0, body_timeout_seconds=0.2)
+    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), server=server) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        second = raw(extra="expect: 100-continue\r\n")
+        head, _, body = second.partition(b"\r\n\r\n")
+        writer.write(raw() + head + b"\r\n\r\n")
+        async with asyncio.timeout(5):
+            said = await reader.readuntil(b"100 Continue\r\n\r\n")
+            writer.write(body)
+            while said.count(b"HTTP/1.1 200 ") < 2:
+                said += await reader.read(65536)
+        assert said.index(b"HTTP/1.1 200 ") < said.index(b"100 Continue")  # never inside another's answer
+        writer.close()
 
 
 async def test_a_refused_client_that_goes_on_sending_hears_why() -> None:
@@ -203,12 +268,13 @@ async def test_many_offers_to_upgrade_are_declined() -> None:
     """However many a client sends at once."""
     async with FaultWorker() as worker, rig(target(worker.port)) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        count = 2000
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * count)
-        said = b""
+        offers, count = b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 200, 0
         async with asyncio.timeout(10):
-            while said.count(b"HTTP/1.1 200 ") < count:
-                said += await reader.read(65536)
+            while count < 2000:
+                writer.write(offers)
+                said, count = b"", count + 200
+                while said.count(b"HTTP/1.1 200 ") < 200:
+                    said += await reader.read(65536)
         writer.close()
 
 
@@ -450,6 +516,7 @@ async def test_drain_ends_what_takes_too_long() -> None:
         answer_ = await whole.answer()
         assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
         assert it.plane.open_connections == (0, 0)
+        assert it.count("homing_requests_total", path=CHAT, status="499") == 0
         await stream.close()
         await whole.close()
 

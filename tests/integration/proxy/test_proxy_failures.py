@@ -224,6 +224,8 @@ async def test_no_worker_is_blamed_where_the_router_has_no_sockets(monkeypatch: 
         ("/v1/chat/completions", b"data: [DONE]\n\n"),
         ("/v1/messages", b"event: message_stop\ndata: {}\n\n"),
         ("/v1/responses", b"event: response.completed\ndata: {}\n\n"),
+        ("/v1/responses", b"event: response.incomplete\ndata: {}\n\n"),
+        ("/v1/messages", b"event: error\ndata: {}\n\n"),
     ],
 )
 async def test_a_break_after_the_last_event_is_no_error(path: str, last: bytes) -> None:
@@ -234,6 +236,23 @@ async def test_a_break_after_the_last_event_is_no_error(path: str, last: bytes) 
         answer_ = await it.ask(body, path=path)
     assert answer_.complete
     assert answer_.body == DELTA + last
+
+
+@pytest.mark.parametrize(
+    ("said", "is_whole"), [(DELTA + b"data: [DONE]\n\n", True), (DELTA, False), (DELTA + b'data: {"half', False)]
+)
+async def test_a_stream_that_ends_with_its_connection_must_say_that_it_is_done(said: bytes, *, is_whole: bool) -> None:
+    """Without length and chunks a worker that dies looks like one that is done, but for its last event."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    async with FaultWorker([(head, said, 0.02, Move.CLOSE)]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert it.brain.outcomes == ["ok" if is_whole else "reset"]
+    assert answer_.complete
+    if is_whole:
+        assert answer_.body == said
+    else:
+        assert answer_.body.startswith(DELTA + b'data: {"error": ')
+        assert b'"upstream_failed"' in answer_.body
 
 
 async def test_no_rank_at_all() -> None:

@@ -165,10 +165,14 @@ async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
         await client.close()
 
 
+TOO_LONG = b'{"error": {"message": "Too long.", "type": "BadRequestError", "code": "context_length_exceeded"}}'
+
+
 async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> None:
-    """What would have been a status is an error event once comments have been sent."""
+    """What would have been a status is an error event once comments have been sent, in the worker's own words."""
     refusals: tuple[tuple[Script, str], ...] = (
-        ((answer(400, b"{}"),), "upstream_failed"),
+        ((answer(400, b"{}"),), "worker_refused"),
+        ((answer(400, TOO_LONG),), "context_length_exceeded"),
         ((answer(500, b"{}"),), "held_too_long"),  # the only other rank has no room for it
         (OK, "upstream_failed"),
     )

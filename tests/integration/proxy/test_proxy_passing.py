@@ -193,9 +193,10 @@ async def test_connections_to_workers_are_used_again() -> None:
         assert worker.connections == 1
 
 
-async def test_connection_that_said_more_than_asked_is_not_used_again() -> None:
-    """Bytes after an answer's end could be taken for the next answer, so the connection goes."""
-    async with FaultWorker([(answer(200, b"{}") + answer(200, b"evil"),)]) as worker, rig(target(worker.port)) as it:
+@pytest.mark.parametrize("more", [answer(200, b"evil"), b"HTTP/1.1 200 OK\r\ncontent-le", b"H", b"evil"])
+async def test_connection_that_said_more_than_asked_is_not_used_again(more: bytes) -> None:
+    """Bytes after an answer's end, however few, could be taken for the next answer's, so the connection goes."""
+    async with FaultWorker([(answer(200, b"{}") + more,)]) as worker, rig(target(worker.port)) as it:
         for _ in range(2):
             assert (await it.ask(ASK)).body == b"{}"
         assert worker.connections == 2

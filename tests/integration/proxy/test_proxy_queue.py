@@ -141,6 +141,26 @@ async def test_a_key_says_how_urgent_its_requests_are() -> None:
         assert order == ["first", "high-None", "none-None", "high-normal", "low-high", "none-low", "low-None"]
 
 
+async def test_a_full_queue_is_shared() -> None:
+    """Who is less urgent gives way, then who has most waiting; the one who goes is told as if it had come last."""
+    keyring = Keyring([Key(name, digest_of(name.encode())) for name in ("loud", "quiet")], secret=b"s")
+    queue = QueueSettings(max_inflight=1, max_queued=3)
+    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), queue=queue, keyring=keyring) as it:
+        clients = [await _sent(it, x_api_key="loud")]
+        await until(lambda: len(worker.requests) == 1)
+        for count, priority in enumerate(("normal", "normal", "low"), start=1):
+            clients.append(await _sent(it, x_api_key="loud", x_request_priority=priority))
+            await until(lambda count=count: it.count("homing_queued_requests") == count)
+        clients += [await _sent(it, x_api_key="quiet")]
+        assert (await clients[3].answer()).error["code"] == "queue_full"
+        clients += [await _sent(it, x_api_key="loud")]
+        assert (await clients[5].answer()).error["code"] == "queue_full"
+        for client in (clients[0], clients[4], clients[1], clients[2]):
+            assert (await client.answer()).status == 200
+        for client in clients:
+            await client.close()
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"x-request-timeout": "soon"}, {"x-request-timeout": "-1"}, {"x-request-timeout": "nan"}],

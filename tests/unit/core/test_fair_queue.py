@@ -45,6 +45,32 @@ def test_order(events: list[tuple[str, str, Priority]], rng: object) -> None:
         assert len(queue) == len(waiting)
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(list(Priority))), max_size=20), st.data())
+def test_who_gives_way(waiting: list[tuple[str, Priority]], data: st.DataObject) -> None:
+    """The last of the least urgent, of the tenant with most of them, if it is less urgent or two ahead."""
+    queue: FairQueue[int] = FairQueue()
+    for item, (tenant, priority) in enumerate(waiting):
+        queue.add(item, tenant=tenant, priority=priority)
+    tenant, priority = data.draw(st.sampled_from("abc")), data.draw(st.sampled_from(list(Priority)))
+    gone = queue.give_way(tenant=tenant, priority=priority)
+    lowest = max((urgency for _, urgency in waiting), default=None)
+    line = [name for name, urgency in waiting if urgency == lowest]
+    if lowest is None or lowest < priority or (lowest == priority and _most(line) < line.count(tenant) + 2):
+        assert gone is None
+        assert len(queue) == len(waiting)
+    else:
+        assert gone is not None
+        assert len(queue) == len(waiting) - 1
+        name, urgency = waiting[gone]
+        assert urgency == lowest
+        assert line.count(name) == _most(line)
+        assert gone == max(item for item, entry in enumerate(waiting) if entry == (name, urgency))
+
+
+def _most(line: list[str]) -> int:
+    return max(map(line.count, line), default=0)
+
+
 def test_a_loud_tenant_does_not_starve_others() -> None:
     """Behind a hundred requests of one tenant another's only request is second, not the hundred and first."""
     queue: FairQueue[str] = FairQueue()
