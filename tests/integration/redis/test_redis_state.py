@@ -134,6 +134,21 @@ async def test_a_replica_that_joins_late_looks_a_home_up(server: RedisServer, cl
             assert c.sample("shared_state_lookups_total", result="new") == 1
 
 
+async def test_an_answer_that_has_come_is_read_however_late_the_replica_is(server: RedisServer, client: Redis) -> None:
+    """A busy machine keeps the replica from running for ten times its budget: Redis has answered long before."""
+    async with replica(server, "a") as a:
+        a.bind("s", R1)
+        await until(lambda: bool(client.keys("homing:home:*")))
+        async with replica(server, "c") as c:
+            asking = asyncio.ensure_future(c.state.look_up("m", session("s")))
+            for _ in range(4):
+                await asyncio.sleep(0)  # it is asked
+            time.sleep(0.03)
+            await asking
+            assert c.home("s") == R1
+            assert c.sample("shared_state_lookups_total", result="found") == 1
+
+
 async def test_requests_that_are_cancelled_while_they_look_up_disturb_nobody(
     server: RedisServer, client: Redis
 ) -> None:
