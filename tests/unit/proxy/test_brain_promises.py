@@ -151,6 +151,17 @@ async def test_ranks_that_failed_are_left_out() -> None:
         world.brain.choose(prepared, exclude=failed)
 
 
+@pytest.mark.parametrize("outcome", list(Outcome))
+async def test_what_is_held_against_a_rank(outcome: Outcome) -> None:
+    """Whoever leaves, runs out of time, errs, or finds it full says nothing of its health; all other failures do."""
+    world = World(ranks=3, breaker_failures=3)
+    for _ in range(3):
+        world.brain.choose(await world.prepare("hello"), exclude=frozenset({1, 2})).lease.close(outcome, None)
+
+    is_blamed = outcome in {Outcome.CONNECT, Outcome.RESET, Outcome.TIMEOUT, Outcome.PROTOCOL, Outcome.SERVER_ERROR}
+    assert world.fleet.breakers.closed_to(now=world.now) == (frozenset({0}) if is_blamed else frozenset())
+
+
 async def test_models_and_aliases() -> None:
     """The list is the union of what workers serve; an alias means its model."""
     world = World(ranks=1)
