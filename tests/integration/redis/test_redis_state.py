@@ -143,7 +143,7 @@ async def test_an_answer_that_has_come_is_read_however_late_the_replica_is(serve
             asking = asyncio.ensure_future(c.state.look_up("m", session("s")))
             for _ in range(4):
                 await asyncio.sleep(0)  # it is asked
-            time.sleep(0.03)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.03)
             await asking
             assert c.home("s") == R1
             assert c.sample("shared_state_lookups_total", result="found") == 1
