@@ -10,8 +10,9 @@
 - move: what leaving home costs others: so many times what home saves and other ranks do not. A session is sticky
   while it is warm at home, and free once it is cold there, or has no more there than a head that all ranks hold. The
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
-  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
-  busier the ranks are: by rho / (1 - rho) for a second of work. What home would load counts once only.
+  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting who is in a queue
+  or comes before it is empty again: for each second of work by 2 (rho / (1 - rho))^2, since a queue is as long as
+  rho / (1 - rho), and lasts for 1 / (1 - rho) of the work in it. What home would load counts once only.
 
 Requests without a home, or with one that has nothing for them, cost others something too by where they go. It is part
 of the move's term.
@@ -21,6 +22,8 @@ of the move's term.
   holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
 - A subagent's siblings begin at the same moment with the same head. What it computes counts half as much again, so that
   a small group waits for one prefill, and only a large one spreads.
+- Where only the full-attention layers hold such a head it has to be computed again, and is usable for others from then
+  on. Both rules count it as held: who begins makes it so where it is, rather than anew where it is not.
 - A session's first requests, at once and of different prompts, meet where the first of them is, but for as long only as
   half of their own work.
 """
@@ -50,6 +53,9 @@ LOAD_RATIO = 0.2
 _SHARED_CREDIT_RATIO = 0.25
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
+#: How much a second of work makes others wait, in squares of rho / (1 - rho): it costs readers 4 % of their first-token
+#: times where ranks are half busy, and saves them 4 % near saturation. Twice as much costs the former 2 % more.
+_DELAY_WEIGHT = 2.0
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
 _BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
 #: Ranks are never taken to be busier than this, or nothing would ever move.
@@ -102,13 +108,14 @@ def prices(
     ranks: Sequence[RankView], request: RouteRequest, *, home: RankView | None, parameters: CostParameters, now: float
 ) -> list[Price]:
     """Price ranks, in their order: this loop is what a decision among many ranks costs."""
-    prompt_tokens = request.prompt_tokens
+    prompt_tokens, full_tokens = request.prompt_tokens, request.full_tokens
     held = [reusable_tokens(rank, request) for rank in ranks]
     busy = [_BUSY_SCALE * rank.pace.factor * recent_seconds(rank.load, now=now) for rank in ranks]
     leave_seconds = 0.0
     if home is not None:
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
-        factor = parameters.move_weight * request.return_ratio + mean_busy / (1.0 - mean_busy)
+        queue_ratio = mean_busy / (1.0 - mean_busy)
+        factor = parameters.move_weight * request.return_ratio + _DELAY_WEIGHT * queue_ratio * queue_ratio
         leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
@@ -123,9 +130,13 @@ def prices(
         load, pace = rank.load, rank.pace
         own_seconds = brought_seconds = _work_seconds(rank, request, held_tokens)
         if home is None:
-            move_seconds = sibling_weight * own_seconds
+            shared_tokens = max(held_tokens, full_tokens.get(rank.slot, 0)) if full_tokens else held_tokens
             if credit_ratio < 1.0:
-                move_seconds = _work_seconds(rank, request, held_tokens, credit_ratio=credit_ratio) - own_seconds
+                move_seconds = _work_seconds(rank, request, shared_tokens, credit_ratio=credit_ratio) - own_seconds
+            elif shared_tokens == held_tokens:
+                move_seconds = sibling_weight * own_seconds
+            else:
+                move_seconds = sibling_weight * _work_seconds(rank, request, shared_tokens)
             brought_seconds += move_seconds
         else:
             move_seconds = 0.0 if rank.slot == home.slot else leave_seconds

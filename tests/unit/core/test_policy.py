@@ -81,8 +81,8 @@ def test_a_prefix_without_a_home_is_followed() -> None:
 def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, expected: tuple[int, Reason]) -> None:
     """Leaving costs more the busier the ranks are; staying costs the queue.
 
-    15.2 s sent to one of two ranks with a half-life of 180 s: rho = 7.6 * ln 2 / 180 = 0.029, rho / (1 - rho) = 0.030.
-    Leaving: (16 + 0.030) * 0.9 + 1.0 = 15.43 s. Staying: the queue, 0.13, and 2 * 0.058 * 0.1 since home is busy, so
+    15.2 s sent to one of two ranks with a half-life of 180 s: rho = 7.6 * ln 2 / 180 = 0.029, 2 (rho / (1 - rho))^2 =
+    0.002. Leaving: (16 + 0.002) * 0.9 + 1.0 = 15.40 s. Staying: the queue, 0.13, and 2 * 0.058 * 0.1 as home is busy:
     15.34 s, or 15.54 s with 15.4 s in the queue.
     """
     fleet = Fleet(2)
@@ -106,6 +106,50 @@ def test_how_long_a_head_is_waited_for(who: SessionKey | None, return_ratio: flo
         fleet = Fleet(2)
         fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
         asked = request(reusable_tokens={0: 900}, session=who, return_ratio=return_ratio)
+
+        assert decide(AFFINITY, fleet, asked)[0] == slot
+
+
+@pytest.mark.parametrize(
+    ("who", "bound_seconds"),
+    [
+        (None, 0.0),  # nobody in particular owes others anything
+        (SessionKey("t", "new"), 0.225),  # one that begins: a fourth of it, as of a head that is usable
+        (SessionKey("t", "new", "child"), 0.45),  # a subagent: half of it
+    ],
+)
+def test_how_long_is_waited_where_a_head_can_be_made_usable(who: SessionKey | None, bound_seconds: float) -> None:
+    """Rank 0's full-attention layers alone hold 900 of 1,000 tokens: those to come save work by it, not this one."""
+    for queued_seconds, slot in ((bound_seconds - 0.01, 0), (bound_seconds + 0.01, 1)):
+        fleet = Fleet(2)
+        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, max(0.0, queued_seconds)
+        asked = request(full_tokens={0: 900}, session=who)
+
+        assert who is None or decide(AFFINITY, fleet, asked)[0] == slot
+        prices = [price(rank, asked, home=None, parameters=CostParameters(), now=0.0) for rank in fleet.ranks]
+        assert [entry.work_seconds for entry in prices] == [1.0, 1.0]
+        assert prices[1].move_seconds - prices[0].move_seconds == pytest.approx(bound_seconds)
+
+
+@pytest.mark.parametrize(
+    ("recent_seconds", "bound_seconds"),
+    [
+        (0.0, 0.9),  # idle ranks: the work alone, 1.0 s elsewhere and 0.1 s at home
+        (
+            129.84,
+            3.6,
+        ),  # rho = 0.5: 2 * 1 * 0.9 more, and 2 * 0.5 * (1.0 - 0.1) for the busy rank it would be brought to
+        (194.77, 18.45),  # rho = 0.75: 2 * 9 * 0.9, and 2 * 0.75 * (1.0 - 0.1)
+    ],
+)
+def test_readers_stay_where_ranks_are_busy(recent_seconds: float, bound_seconds: float) -> None:
+    """Of conversations that do not come back: rho is the recent seconds times ln 2 / 180 s; 900 tokens are at home."""
+    for queued_seconds, slot in ((bound_seconds - 0.05, 0), (bound_seconds + 0.05, 1)):
+        fleet = Fleet(2)
+        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+        for rank in fleet.ranks:
+            rank.load.recent_seconds = recent_seconds
+        asked = request(reusable_tokens={0: 900}, home=0, return_ratio=0.0)
 
         assert decide(AFFINITY, fleet, asked)[0] == slot
 
