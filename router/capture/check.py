@@ -167,7 +167,13 @@ class _Replay:
         rank = request.rank if request.rank is not None or len(self._slots) > 1 else 0
         if not request.prompt or rank is None:
             return
-        prepared = self._brain.prepare_tokens(request.model, request.prompt, fields=request.fields)
+        prepared = self._brain.prepare_tokens(
+            request.model,
+            request.prompt,
+            fields=request.fields,
+            most_tokens=request.most_tokens,
+            is_whole=request.is_whole,
+        )
         try:
             attempt = self._brain.choose(prepared, exclude=self._slots - {rank})
         except NoWorker:

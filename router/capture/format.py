@@ -42,6 +42,7 @@ class Sent:
     """One request. ``cached_tokens`` is the engine's own word; None where the request is not scored.
 
     ``rank`` is the rank that served it; None where nobody knows. ``prompt`` is empty where the record has no token ids.
+    ``most_tokens`` is the bound of its answer, which goes on to that if ``is_whole``.
     """
 
     at: float
@@ -55,6 +56,8 @@ class Sent:
     cached_tokens: int | None
     is_failed: bool
     fields: Mapping[str, Any]
+    most_tokens: int | None = None
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         prompt, output = _prompt(record, fields, response), _output(record, response)
     except (TypeError, ValueError, OverflowError) as error:
         raise CaptureError(f"{place}: token ids are non-negative integers: {error}") from error
+    sampling = {**fields, **_mapping(fields.get("sampling_params"))}
     is_known = not (record.get("prior_request") or record["kind"] == "prior_request")
     return Sent(
         at=sent_at if sent_at is not None else finished_at,
@@ -213,6 +217,8 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         cached_tokens=_cached(response) if is_scored else None,
         is_failed=is_failed,
         fields=fields,
+        most_tokens=_first_number(sampling, "max_new_tokens", "max_completion_tokens", "max_tokens"),
+        is_whole=sampling.get("ignore_eos") is True,
     )
 
 

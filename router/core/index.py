@@ -15,6 +15,8 @@ from router.core.adoption import Expected
 from router.core.chains import Chains, Step
 from router.core.forecast import Pool
 from router.core.provisional import DENSE, Ticket
+from router.core.radix_forecast import Want
+from router.core.radix_pool import RadixPool
 from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
 from router.core.shared_forecast import SharedForecast
@@ -93,14 +95,15 @@ class PrefixIndex(Residency):
 
     # --- lookup ---------------------------------------------------------------------------------------
 
-    def reusable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
+    def reusable_tokens(self, keys: Sequence[int], *, prompt_tokens: int, want: Want | None = None) -> dict[int, int]:
         """Usable cached tokens of a prompt, on the device, for each slot that has any.
 
-        ``keys`` are the chain keys of the prompt's whole units. The last token is always computed.
+        ``keys`` are the chain keys of the prompt's whole units. The last token is always computed. ``want`` is all that
+        the request takes, which may have to wait for room.
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens)
-        forecasts = self._foretell(depths, keys)
+        forecasts = self._foretell(depths, keys, want or Want(prompt_tokens))
         for slot, depth in depths.items():
             rank = self._ranks[slot]
             units = self._boundary(rank, keys, depth, forecasts.get(slot)) if rank.rules else depth
@@ -110,7 +113,7 @@ class PrefixIndex(Residency):
                 reusable[slot] = units * self.block_tokens
         return reusable
 
-    def _foretell(self, depths: dict[int, int], keys: Sequence[int]) -> Mapping[int, SharedForecast]:
+    def _foretell(self, depths: dict[int, int], keys: Sequence[int], want: Want) -> Mapping[int, SharedForecast]:
         """Shorten the prefix of ranks whose pool will have given up its end when the request comes to it.
 
         Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it. Returns
@@ -118,7 +121,7 @@ class PrefixIndex(Residency):
         """
         ranks = self._ranks
         forecasts: dict[int, SharedForecast] = {}
-        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and pool.pending]
+        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and _is_moving(pool)]
         if len(slots) > MOST_FORETOLD:
             slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
         for slot in slots:
@@ -126,7 +129,9 @@ class PrefixIndex(Residency):
             assert pool is not None, "it has requests pending"
             ends = keys if stride == 1 else keys[stride - 1 :: stride]
             depth, copies = depths[slot] // stride, self._copies(slot)
-            if isinstance(pool, Pool):
+            if isinstance(pool, RadixPool):
+                depths[slot] = pool.kept(ends, depth, copies=copies, want=want) * stride
+            elif isinstance(pool, Pool):
                 depths[slot] = pool.kept(ends, depth, copies=copies) * stride
             elif (forecast := pool.forecast(copies=copies)) is not None:
                 depths[slot] = forecast.depth(ends, depth) * stride
@@ -259,3 +264,8 @@ class PrefixIndex(Residency):
     def pool(self, slot: int) -> Pool | SharedPool | None:
         """The rank's pool, to be told of requests; None where nothing is known of it, or nobody gave it."""
         return self._ranks[slot].pool
+
+
+def _is_moving(pool: Pool | SharedPool) -> bool:
+    """Whether what is there may be gone when the next prompt is scheduled."""
+    return pool.is_moving if isinstance(pool, RadixPool) else bool(pool.pending)

@@ -138,6 +138,8 @@ class RouterBrain(Models):
             seed=seed,
             plain_seed=plain_seed,
             handovers=contracts(request) if self.makes_pairs else frozenset(),
+            most_tokens=request.max_tokens,
+            is_whole=request.fields.get("ignore_eos") is True,
         )
         if prompt is not None:
             prepared.know_keys(prompt.keys)
@@ -162,18 +164,29 @@ class RouterBrain(Models):
         return identify(headers, fields, tenant=tenant, first=self._settings.session_headers)
 
     def prepare_tokens(
-        self, model: str, tokens: array[int], *, fields: Mapping[str, object], session: SessionKey | None = None
+        self,
+        model: str,
+        tokens: array[int],
+        *,
+        fields: Mapping[str, object],
+        session: SessionKey | None = None,
+        most_tokens: int | None = None,
+        is_whole: bool = False,
     ) -> PreparedRequest:
-        """Key a prompt whose token ids are known. ``fields`` are the request's: some divide caches."""
+        """Key a prompt whose token ids are known. ``fields`` are the request's: some divide caches. Its answer has no
+        more than ``most_tokens``, and with ``is_whole`` no fewer.
+        """
         seed, plain_seed = self.seeds(model, fields)
         return PreparedRequest(
             model,
             session=session,
             tokens=tokens,
             prompt_tokens=len(tokens),
-            output_tokens=self._lengths.expected(model, most_tokens=None),
+            output_tokens=self._lengths.expected(model, most_tokens=most_tokens),
             seed=seed,
             plain_seed=plain_seed,
+            most_tokens=most_tokens,
+            is_whole=is_whole,
         )
 
     def _output_tokens(self, request: InferenceRequest, model: str, *, prompt_tokens: int) -> int:
@@ -346,7 +359,7 @@ class RouterBrain(Models):
             return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
-            reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
+            reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens, want=prepared.want))
         return reusable
 
     def _full(self, prepared: PreparedRequest) -> Mapping[int, int]:

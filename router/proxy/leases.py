@@ -119,7 +119,7 @@ class Leases:
             lease.promises.append(promise)
         self._promises.begun(lease.allocation)
         if generated is not None:
-            self._promises.grows(lease.allocation, lease.prepared, generated)
+            self._promises.grows(lease.allocation, generated)
 
     def close(self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
         now, fleet, member, prepared = self.clock(), self._fleet, lease.member, lease.prepared

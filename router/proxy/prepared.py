@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from router.core.radix_forecast import Want
 from router.core.types import Handover, SessionKey
 from router.fleet.decisions import Decided
 from router.proxy.token_cache import Chain
@@ -29,7 +30,9 @@ class PreparedRequest:
         "decided",
         "handovers",
         "ideal_tokens",
+        "is_whole",
         "model",
+        "most_tokens",
         "output_tokens",
         "plain_seed",
         "prompt_tokens",
@@ -51,12 +54,17 @@ class PreparedRequest:
         seed: int,
         plain_seed: int | None = None,
         handovers: frozenset[Handover] = frozenset(),
+        most_tokens: int | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.model = model
         self.session = session
         self.tokens = tokens
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
+        #: The bound of its answer, None where the client sets none; whether it goes on to that (``ignore_eos``).
+        self.most_tokens = most_tokens
+        self.is_whole = is_whole
         self.seed = seed
         self.plain_seed = plain_seed
         #: By which contracts the prompt and its answer may be computed on different ranks.
@@ -68,6 +76,11 @@ class PreparedRequest:
         #: Where admission lets it go; None: anywhere.
         self.allowed: frozenset[int] | None = None
         self._keys: dict[int, Sequence[int]] = {}
+
+    @property
+    def want(self) -> Want:
+        """What it takes of a rank."""
+        return Want(self.prompt_tokens, self.most_tokens or 0, self.output_tokens, self.is_whole)
 
     @property
     def is_splittable(self) -> bool:

@@ -59,7 +59,12 @@ class Promises:
             return None
         stride = index.stride(member.slot)
         blocks = prepared.prompt_tokens // (stride * index.block_tokens) + 1  # with room for the first token
-        return pool.sent(prepared.keys(index.block_tokens)[stride - 1 :: stride], blocks=blocks)
+        ends = prepared.keys(index.block_tokens)[stride - 1 :: stride]
+        return (
+            pool.sent(ends, blocks=blocks, want=prepared.want)
+            if isinstance(pool, RadixPool)
+            else pool.sent(ends, blocks=blocks)
+        )
 
     @staticmethod
     def _note_namespace(member: Member, index: PrefixIndex, prepared: PreparedRequest) -> None:
@@ -139,10 +144,10 @@ class Promises:
             allocation.begun()
 
     @staticmethod
-    def grows(allocation: AnyAllocation | None, prepared: PreparedRequest, generated: Callable[[], int]) -> None:
+    def grows(allocation: AnyAllocation | None, generated: Callable[[], int]) -> None:
         """Its answer has so many tokens by now, which takes room; only SGLang does not tell of it as it goes."""
         if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
-            allocation.pool.grows(allocation, prompt_tokens=prepared.prompt_tokens, generated=generated)
+            allocation.pool.grows(allocation, generated)
 
     def leave(
         self,

@@ -6,6 +6,7 @@ Pages are single letters; a chain is a word, and a page's key stands for the wor
 from __future__ import annotations
 
 from router.core.forecast import Allocation
+from router.core.radix_forecast import Want
 from router.core.radix_pool import RadixPool
 
 
@@ -21,9 +22,9 @@ def serve(pool: RadixPool, word: str, *, start: int = 0) -> None:
     pool.ended(allocation, keys(word))
 
 
-def running(pool: RadixPool, word: str, *, start: int = 0) -> Allocation:
+def running(pool: RadixPool, word: str, *, start: int = 0, want: Want | None = None) -> Allocation:
     """A request that generates, whose prompt has been heard of."""
-    allocation = pool.sent(keys(word), blocks=len(word) + 1)
+    allocation = pool.sent(keys(word), blocks=len(word) + 1, want=want)
     pool.begun(allocation)
     pool.stored(keys(word)[start - 1] if start else None, keys(word)[start:])
     return allocation
@@ -100,12 +101,12 @@ def test_a_batch_before_the_next_takes_what_all_its_prompts_need() -> None:
 
 def test_the_first_prompt_on_an_idle_rank_is_a_batch_by_itself() -> None:
     """Those that come while it is computed wait for each other, not for nothing."""
-    pool = pool_of(9, "abc", "xyz")
+    pool = pool_of(14, "abc", "xyz", "ghijk")
     pool.sent(keys("uv"), blocks=3)
-    assert kept(pool, "abc", copies=6) == 0
+    assert kept(pool, "abc", copies=11) == 0
 
-    pool.sent(keys("mnopq"), blocks=6)
-    assert kept(pool, "xyz", copies=6) == 3
+    pool.sent(keys("mnop"), blocks=5)
+    assert kept(pool, "xyz", copies=11) == 3
 
 
 def test_an_answer_takes_pages_as_it_grows_and_for_each_token_a_page_is_kept_free() -> None:
@@ -128,24 +129,42 @@ def test_an_answer_takes_pages_as_it_grows_and_for_each_token_a_page_is_kept_fre
 def test_what_a_running_answer_has_by_now_is_not_free() -> None:
     """Forty tokens behind a prompt of one page and eight tokens are three pages that no event has told of."""
     pool = pool_of(14, "abc", "xyz")
-    allocation = running(pool, "r")
-    pool.grows(allocation, prompt_tokens=24, generated=lambda: 1)
+    allocation = running(pool, "r", want=Want(24))
+    pool.grows(allocation, lambda: 1)
     pool.begun(pool.sent(keys("r"), blocks=2))
     pool.sent(keys("uv"), blocks=3)
     pool.begun(pool.sent(keys("r"), blocks=2))
     assert kept(pool, "abc", copies=7) == 3
 
-    pool.grows(allocation, prompt_tokens=24, generated=lambda: 40)
+    pool.grows(allocation, lambda: 40)
     assert kept(pool, "abc", copies=7) == 0
 
 
 def test_running_prompts_are_held_on_to_whole_though_told_of_after_their_first_token() -> None:
-    """Nothing can go: the only node is in use."""
-    pool = RadixPool(6, page_tokens=16)
+    """What was used longest ago is in use: another node goes."""
+    pool = RadixPool(12, page_tokens=16)
     allocation = pool.sent(keys("abcd"), blocks=5)
     pool.begun(allocation)
     pool.stored(None, keys("abcd"))
+    serve(pool, "xyz")
     pool.sent(keys("uv"), blocks=3)
     pool.begun(pool.sent(keys("a"), blocks=2))
 
-    assert kept(pool, "abcd", copies=4) == 4
+    assert kept(pool, "abcd", copies=7) == 4
+    assert kept(pool, "xyz", copies=7) == 0
+
+
+def test_a_prompt_that_does_not_fit_waits_for_an_answer_to_end() -> None:
+    """Of eleven pages a running request has four, its answer will take two more, and four are cached. A prompt that
+    finds those is let in at once, if its answer takes little; if it may take much, it waits, and so it does behind one
+    that lacks five pages and gets them once the running request is over: then what was cached is gone.
+    """
+    pool = pool_of(11, "wxyz")
+    running(pool, "abc", want=Want(56, 32, 32, is_whole=True))
+
+    def found(answer_tokens: int) -> int:
+        return pool.kept(keys("wxyz"), 4, copies=7, want=Want(72, answer_tokens, answer_tokens, is_whole=True))
+
+    assert found(1) == found(64) == 4
+    pool.sent(keys("mnop"), blocks=5, want=Want(72, 32, 32, is_whole=True))
+    assert found(1) == 0

@@ -1,0 +1,385 @@
+"""What an SGLang rank will have given up when it comes to a prompt: its scheduler, gone through as far as is known.
+
+The rules are those of ``Scheduler``, ``PrefillAdder`` and ``UnifiedRadixCache`` (SGLang 0.5):
+
+- Prompts of one batch are looked up and held on to before room is made for any: none takes from another. On a rank that
+  generates nothing the first prompt is a batch by itself; those that come until it is computed are the next.
+- A prompt is let in, first come first served, if what it lacks, its answer's bound and a page are less than all that is
+  free or could be given up, but for what the running answers may still take. The first that is not, and all behind it,
+  wait until an answer ends; what they had found may go meanwhile.
+- Room is made as if each request needed a page more than it does: for prompts (``alloc_paged_token_slots_extend``), and
+  for each token generated (``alloc_paged_token_slots_decode``). With pages of one token both are exact.
+- An answer enters the tree as it ends.
+
+Which prompts are in one batch is the engine's secret: taken for one are those between whose sending nothing was heard.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from router.core.forecast import Allocation, Forecast
+from router.core.recency import Recency, Stretch
+
+#: So many answers are let end until a prompt that waits is let in, on a rank that generates no more than so many.
+_MOST_ENDS = 4
+_MOST_ROWS = 64
+#: The share of its bound that the engine expects an answer to take (``SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`` of 0.7).
+_EXPECTED_RATIO = 0.1
+#: No answer is reserved more for (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
+_MOST_RESERVED_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a request takes, in tokens: its prompt, its answer's bound (0: unknown), and what that is expected to be.
+
+    ``is_whole``: the answer goes on to its bound (``ignore_eos``).
+    """
+
+    prompt_tokens: int
+    most_tokens: int = 0
+    answer_tokens: int = 0
+    is_whole: bool = False
+
+    @property
+    def reserved_tokens(self) -> int:
+        """What is kept free for its answer when it is let in."""
+        return min(self.most_tokens, _MOST_RESERVED_TOKENS)
+
+
+@dataclass(slots=True, eq=False)
+class Unheard:
+    """A request of which events are due. ``keys`` are its prompt's whole pages, of ``blocks`` that it takes; none where
+    its answer alone is unheard of. ``sent_at`` and ``ended_at`` order what happened; ``heard`` is how much had been
+    heard when it was sent. ``is_alone``: the rank had nothing to do then.
+    """
+
+    allocation: Allocation
+    keys: Sequence[int]
+    blocks: int
+    want: Want
+    sent_at: int
+    heard: int
+    is_alone: bool
+    ended_at: int | None = None
+
+
+@dataclass(slots=True)
+class Row:
+    """A request that generates: what it wants and how many tokens there are of its answer."""
+
+    want: Want
+    generated: int
+
+    def own_pages(self, page_tokens: int) -> int:
+        """Its pages behind those of its prompt that are whole."""
+        return max(1, -(-(self.want.prompt_tokens % page_tokens + self.generated) // page_tokens))
+
+    @property
+    def left_tokens(self) -> int:
+        """What is still to come, by what is expected of it."""
+        whole = self.want.most_tokens if self.want.is_whole else self.want.answer_tokens
+        return max(1, whole - self.generated)
+
+    @property
+    def reserved_tokens(self) -> float:
+        """What the engine keeps free for it."""
+        ratio = 1.0 if self.want.is_whole else _EXPECTED_RATIO
+        return max(0, self.want.reserved_tokens - self.generated) * ratio
+
+
+class RadixForecast(Forecast):
+    """The tree once all that was not heard of has happened, and the batches before the next have their pages."""
+
+    def __init__(
+        self,
+        order: Recency,
+        unheard: Iterable[Unheard],
+        running: Mapping[Allocation, Row],
+        *,
+        blocks: int,
+        room: int,
+        page_tokens: int,
+        heard: int,
+    ) -> None:
+        super().__init__(order, (), room=room)
+        self._blocks = blocks
+        self._page_tokens = page_tokens
+        self._spare = 1 if page_tokens > 1 else 0  # pages that a request is thought to need more than it does
+        self._holds: dict[Allocation, dict[Stretch, int]] = {}
+        self._cuts: dict[Stretch, list[int]] = {}  # of what was used anew: where its nodes end
+        self._used: dict[tuple[Stretch, int], None] = {}  # such nodes, those used longest ago first
+        self._released: dict[Stretch, int] = {}  # pins that are no more
+        self._rows = dict(running)
+        self._pinned = dict.fromkeys(running)  # of which the tree itself knows that they hold on to it
+        self._locked: dict[Stretch, int] | None = None  # all that is held on to, as far as it has been gathered
+        self._locked_pages = 0
+        self._found: dict[Allocation, int] = {}
+        self._fresh: list[Unheard] = []  # being computed
+        self._reserved_tokens = 0  # for what is let in together
+        self._admitted: list[Unheard] = []
+        decoding = set(running)
+        waiting: list[Unheard] = []
+        happened: list[tuple[int, bool, Unheard]] = []
+        for each in unheard:
+            if each.ended_at is None and each.allocation not in decoding:
+                waiting.append(each)
+                continue
+            if each.blocks:
+                happened.append((each.sent_at, False, each))
+            else:  # it has run on to its end, holding on to what it had
+                self._find(each.allocation.keys, self._holds.setdefault(each.allocation, {}))
+            if each.ended_at is not None:
+                happened.append((each.ended_at, True, each))
+                decoding.add(each.allocation)
+        happened.sort(key=lambda item: item[0])
+        for is_end, items in groupby(happened, key=lambda item: item[1]):
+            batch = [each for _, _, each in items]
+            if is_end:
+                self._finish(batch, decoding=len(decoding))
+                decoding.difference_update([each.allocation for each in batch])
+            else:
+                self._prefill(batch)
+        self._compute()
+        self._make_room_for(len(decoding) * self._spare)
+        first = self._scheduled_before(waiting, heard=heard)
+        self._queue = list(first)
+        self._schedule()
+        self._launch()
+        is_full = bool(self._queue)
+        self._queue += waiting[len(first) :]
+        if not is_full:
+            self._schedule()
+
+    @staticmethod
+    def _scheduled_before(waiting: Sequence[Unheard], *, heard: int) -> Sequence[Unheard]:
+        """Those that are a batch before the one of a prompt that comes now."""
+        if waiting and waiting[0].is_alone:
+            return waiting[:1]
+        if waiting and waiting[0].heard != heard:
+            return [each for each in waiting if each.heard != heard]
+        return ()
+
+    # --- the next prompt --------------------------------------------------------------------------------
+
+    def lets_in(self, keys: Sequence[int], want: Want) -> bool:
+        """Whether a prompt that comes now is scheduled next, and does not wait for an answer to end."""
+        return not self._queue and self._fits(keys, want)
+
+    def wait(self, keys: Sequence[int], want: Want) -> None:
+        """Go on until it is let in. Nobody else may be asked for afterwards."""
+        for _ in range(_MOST_ENDS if len(self._rows) <= _MOST_ROWS else 0):
+            if not self._queue:
+                self._use(keys)
+            self._launch()
+            self._end_next()
+            self._schedule()
+            if self.lets_in(keys, want) or not (self._rows or self._admitted):
+                return
+
+    def _fits(self, keys: Sequence[int], want: Want) -> bool:
+        """``PrefillAdder.add_one_req``. What it finds cannot be given up for it."""
+        page = self._page_tokens
+        locked = self._gather() if self._locked is None else self._locked
+        found = lockable = 0
+        for stretch, count in self._path(keys[: (want.prompt_tokens - 1) // page]):
+            left = min(count, self._left_of(stretch))
+            lockable += max(0, left - locked.get(stretch, 0))
+            found += left
+            if left < count:
+                break
+        own = sum(row.own_pages(page) for row in self._rows.values())
+        fresh = sum(len(each.keys) - self._found[each.allocation] for each in self._fresh)
+        free_tokens = (self._blocks - own - fresh - self._locked_pages - lockable) * page
+        taken = self._reserved_tokens + sum(row.reserved_tokens for row in self._rows.values())
+        return want.prompt_tokens - found * page + want.reserved_tokens + page < free_tokens - taken
+
+    def _gather(self) -> dict[Stretch, int]:
+        self._locked, self._locked_pages = {}, 0
+        for allocation in self._pinned:
+            for stretch, count in self._order.path(allocation.keys[: allocation.pinned]):
+                self._lock(self._locked, stretch, count)
+        for held in self._holds.values():
+            for stretch, count in held.items():
+                self._lock(self._locked, stretch, count)
+        return self._locked
+
+    def _lock(self, locked: dict[Stretch, int], stretch: Stretch, count: int) -> None:
+        if (more := count - locked.get(stretch, 0)) > 0:
+            locked[stretch] = count
+            self._locked_pages += more
+
+    # --- the scheduler ----------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Those that wait are let in one after another, until one does not fit. That was looked up all the same."""
+        while self._queue and self._fits(self._queue[0].keys, self._queue[0].want):
+            each = self._queue.pop(0)
+            lacking = each.want.prompt_tokens - self._look_up(each) * self._page_tokens
+            pages = -(-lacking // self._page_tokens) + 1
+            self._reserved_tokens += pages * self._page_tokens + each.want.reserved_tokens
+            self._admitted.append(each)
+        if self._queue:
+            self._use(self._queue[0].keys)
+
+    def _launch(self) -> None:
+        """Those let in get their pages."""
+        batch, self._admitted = self._admitted, []
+        self._reserved_tokens = 0
+        self._take_pages(batch)
+        for each in batch:
+            self._rows[each.allocation] = Row(each.want, 0)
+
+    def _end_next(self) -> None:
+        """The answers grow until one ends, or several together."""
+        self._compute()
+        page = self._page_tokens
+        tokens = min((row.left_tokens for row in self._rows.values()), default=0)
+        ended: list[Allocation] = []
+        for allocation, row in self._rows.items():
+            if row.left_tokens == tokens:
+                ended.append(allocation)
+            self._room += row.own_pages(page)
+            self._rows[allocation] = row = Row(row.want, row.generated + tokens)
+            self._room -= row.own_pages(page)
+        self._make_room_for(len(self._rows) * self._spare)
+        for allocation in ended:
+            row = self._rows.pop(allocation)
+            kept = (row.want.prompt_tokens % page + row.generated - 1) // page
+            self._room += row.own_pages(page) - kept
+            if kept > 0:
+                self._touch(Stretch([0] * kept), kept)  # nobody knows its tokens yet
+            self._let_go(allocation)
+            self._enter(allocation.keys, None)
+
+    def _let_go(self, allocation: Allocation) -> None:
+        self._locked = None
+        if allocation in self._pinned:
+            del self._pinned[allocation]
+            for stretch, _ in self._order.path(allocation.keys[: allocation.pinned]):
+                self._released[stretch] = self._released.get(stretch, 0) + 1
+        for stretch in self._holds.pop(allocation, ()):
+            self._floor[stretch] = max([held.get(stretch, 0) for held in self._holds.values()], default=0)
+
+    def _prefill(self, batch: Sequence[Unheard]) -> None:
+        """What is there of their prompts is held on to, and room is made for the rest."""
+        for each in batch:
+            self._look_up(each)
+        self._take_pages(batch)
+
+    def _look_up(self, each: Unheard) -> int:
+        """Hold on to what is there of a prompt. Returns how many pages that are."""
+        found = self._found[each.allocation] = self._find(each.keys, self._holds.setdefault(each.allocation, {}))
+        self._use(each.keys)
+        return found
+
+    def _take_pages(self, batch: Sequence[Unheard]) -> None:
+        """They get their pages. What they compute is found once the batch behind them has its pages, too."""
+        for each in batch:
+            self._room -= each.blocks - self._found[each.allocation]
+        self._make_room_for(len(batch) * self._spare)
+        self._compute()
+        self._fresh = list(batch)
+
+    def _compute(self) -> None:
+        """What was computed enters the tree; of pages that several prompts of a batch had computed one is kept."""
+        for each in self._fresh:
+            lacking = len(each.keys) - self._found.pop(each.allocation)
+            self._room += max(0, lacking - self._enter(each.keys, self._holds[each.allocation]))
+        self._fresh = []
+
+    def _finish(self, batch: Sequence[Unheard], *, decoding: int) -> None:
+        """Their answers have had room made for them as they grew; they enter the tree, and nothing is held on to."""
+        self._compute()
+        for each in batch:
+            keys = each.allocation.keys
+            self._room -= len(keys) - self._find(keys, None) - (each.blocks - len(each.keys))
+        self._make_room_for((decoding + len(batch)) * self._spare)  # of each a page is begun, which is not kept
+        for each in batch:
+            self._let_go(each.allocation)
+            self._enter(each.allocation.keys, None)
+
+    # --- the tree ---------------------------------------------------------------------------------------
+
+    def _find(self, keys: Sequence[int], held: dict[Stretch, int] | None) -> int:
+        """How many of the first pages are there. They are held on to, if at all, in ``held``."""
+        found = 0
+        for stretch, count in self._path(keys):
+            left = min(count, self._left_of(stretch))
+            self._keep(stretch, left, held)
+            found += left
+            if left < count:
+                break
+        return found
+
+    def _use(self, keys: Sequence[int]) -> None:
+        """What is there of them was looked up."""
+        for stretch, count in reversed(self._path(keys)):
+            if left := min(count, self._left_of(stretch)):
+                self._touch(stretch, left)
+
+    def _touch(self, stretch: Stretch, count: int) -> None:
+        """So many pages of it were used, the last of them first; if that cuts a node its rest counts as used, too."""
+        cuts = self._cuts.setdefault(stretch, [len(stretch.keys)])
+        place = bisect_left(cuts, count)
+        if cuts[place] != count:
+            cuts.insert(place, count)
+            self._move(stretch, cuts[place + 1])
+        for end in reversed(cuts[: place + 1]):
+            self._move(stretch, end)
+
+    def _move(self, stretch: Stretch, end: int) -> None:
+        self._used.pop((stretch, end), None)
+        self._used[stretch, end] = None
+
+    def _enter(self, keys: Sequence[int], held: dict[Stretch, int] | None) -> int:
+        """These pages are there now, and used last: of one use the last page is the first to go. Returns how many of
+        them are new.
+        """
+        path = self._path(keys)
+        known = sum(count for _, count in path)
+        new = len(keys) - known + sum(max(0, count - self._left_of(stretch)) for stretch, count in path)
+        if known < len(keys):
+            stretch = Stretch(keys[known:])
+            self._coming[stretch.keys[0]] = stretch
+            path.append((stretch, len(stretch.keys)))
+        for stretch, count in reversed(path):
+            self._left[stretch] = max(self._left_of(stretch), count)
+            self._keep(stretch, count, held)
+            self._touch(stretch, count)
+        return new
+
+    def _keep(self, stretch: Stretch, count: int, held: dict[Stretch, int] | None) -> None:
+        if held is not None:
+            held[stretch] = max(held.get(stretch, 0), count)
+            self._floor[stretch] = max(self._floor.get(stretch, 0), count)
+            if self._locked is not None:
+                self._lock(self._locked, stretch, count)
+
+    def _next_to_go(self) -> tuple[Stretch, int] | None:
+        """Of nodes not looked at yet, or used since, the one used longest ago, with its end."""
+        stretch = next((each for each in self._victims if each not in self._cuts), None)
+        if stretch is not None:
+            return stretch, len(stretch.keys)
+        node = next(iter(self._used), None)
+        if node is not None:
+            del self._used[node]
+        return node
+
+    def _make_room_for(self, blocks: int) -> None:
+        """Give nodes up until so many blocks are free, or nothing is left to give up."""
+        while self._room < blocks and (node := self._next_to_go()) is not None:
+            stretch, end = node
+            left = self._left_of(stretch)
+            is_pinned = stretch.pins > self._released.get(stretch, 0)
+            cuts = self._cuts.get(stretch, ())
+            start = cuts[place - 1] if (place := bisect_left(cuts, end)) else 0
+            stays = max(start, len(stretch.keys) if is_pinned else self._floor.get(stretch, 0))
+            if start < left <= end:
+                goes = max(0, left - stays)
+                self._left[stretch] = left - goes
+                self._room += goes
