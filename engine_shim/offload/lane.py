@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 
 from engine_shim.cache.transfers import Transfer
+from engine_shim.offload.quiet import Quiet
 
 log = structlog.get_logger(__name__)
-#: After a failure has been told, those that follow are counted for so long before the next one is.
-QUIET_SECONDS = 60.0
 
 
 class Lane:
     """``work`` does a transfer inside ``around``; if it raises, that is logged and ``broke`` is called.
 
-    A full disk fails at every piece: a line of the log tells the last failure and how many there were since the line
-    before, at most once in ``QUIET_SECONDS``.
+    A line of the log tells the last failure and how many there were since the line before; see ``Quiet``.
     """
 
     def __init__(
@@ -31,14 +28,12 @@ class Lane:
         *,
         broke: Callable[[Transfer], None],
         around: Callable[[Transfer], AbstractContextManager[object]] = nullcontext,
-        clock: Callable[[], float] = time.monotonic,
+        quiet: Quiet | None = None,
     ) -> None:
         self._work = work
         self._broke = broke
         self._around = around
-        self._clock = clock
-        self._untold = 0
-        self._quiet_until = float("-inf")
+        self._quiet = quiet or Quiet()
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"pages-{name}", daemon=True)
         self._thread.start()
@@ -62,12 +57,10 @@ class Lane:
                 self._broke(transfer)
 
     def _tell(self, transfer: Transfer, error: Exception) -> None:
-        self._untold += 1
-        now = self._clock()
-        if now < self._quiet_until:
+        count = self._quiet.failed()
+        if not count:
             return
         # What the system says of a disk is enough; anything else is a fault of ours, and where it lies is needed, too.
         where = None if isinstance(error, OSError) else error
-        failed = {"source": transfer.source, "target": transfer.target, "count": self._untold, "error": str(error)}
+        failed = {"source": transfer.source, "target": transfer.target, "count": count, "error": str(error)}
         log.error("transfer_failed", **failed, exc_info=where)
-        self._untold, self._quiet_until = 0, now + QUIET_SECONDS

@@ -22,6 +22,7 @@ from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.offload.disk import DiskPool
 from engine_shim.offload.host import HostPool, rows_of_layers
 from engine_shim.offload.lane import Lane
+from engine_shim.offload.quiet import Quiet
 from engine_shim.types import CacheLayout
 
 log = structlog.get_logger(__name__)
@@ -47,6 +48,7 @@ class ThreadMover:
         self._barrier = barrier
         self._host = host
         self._disk = disk
+        self._lost = Quiet()
         self._rows = rows_of_layers(layout)
         self._is_cuda = device[0][0].is_cuda
         self._fences: dict[int, torch.cuda.Event] = {}
@@ -171,7 +173,9 @@ class ThreadMover:
         for source, target, name in zip(move.sources, move.targets, move.names, strict=True):
             contents = self._disk.load(move.group, source, name)
             if contents is None:
-                log.warning("disk_page_lost", group=move.group, slot=source)
+                count = self._lost.failed()
+                if count:
+                    log.warning("disk_page_lost", group=move.group, slot=source, count=count)
                 return False
             self._host.pages.write(move.group, target, contents)
         self._rename(move)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from engine_shim.cache.transfers import Place, Transfer
 from engine_shim.offload.lane import Lane
+from engine_shim.offload.quiet import Quiet
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.types import CacheGroup, CacheLayout, GroupKind, Request, Sampling
@@ -26,7 +27,7 @@ def failures(times: list[float], error: Exception) -> list[dict]:
     def work(transfer: Transfer) -> None:
         raise error
 
-    lane = Lane("disk", work, broke=lambda transfer: ended.release(), clock=lambda: next(clock))
+    lane = Lane("disk", work, broke=lambda transfer: ended.release(), quiet=Quiet(clock=lambda: next(clock)))
     with capture_logs() as lines:
         for number in range(len(times)):
             lane.put(Transfer(number, Place.HOST, Place.DISK, ()))
