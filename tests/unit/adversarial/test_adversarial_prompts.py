@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import takewhile
 
 import pytest
 
+from loadtest.simulate.comparators import Asked, comparator
 from router.core.breaker import BreakerParameters, Breakers, BreakerState, Verdict
 from router.core.cost import CostParameters
 from router.core.load import LoadBook, explains_silence, wait_seconds
@@ -97,6 +101,74 @@ async def test_one_token_in_the_system_prompt_costs_every_hit_and_is_not_believe
     assert await cached(world, [*SYSTEM, *TURN]) == len(SYSTEM) + len(TURN) - BLOCK
 
 
+class Engines:
+    """What ranks really hold: blocks, each under the salt that it was computed with."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+
+    def serve(self, slot: int, salt: str, tokens: list[int]) -> int:
+        """Tokens that the rank reuses of a prompt, which it holds from then on."""
+        held = self._held.setdefault(slot, set())
+        blocks = [(salt, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        cached = sum(1 for _ in takewhile(held.__contains__, blocks[: (len(tokens) - 1) // BLOCK]))
+        held.update(blocks)
+        return cached * BLOCK
+
+
+async def poisoned(name: str) -> list[tuple[int, int, int]]:
+    """Sixteen tenants ask with one system prompt, each under a salt of its own, all at once; then each once more.
+
+    Returns rank, expected and actual reuse of each request. ``smg`` keeps a tree of what was sent, as routers do that
+    see text or tokens and no salt.
+    """
+    world, engines, policy, rng = World(ranks=4), Engines(), comparator("smg", CostParameters()), random.Random(1)
+    sent: dict[int, set[tuple[int, ...]]] = {}
+    last: int | None = None
+    served = []
+    for turn in range(2):
+        under_way = []
+        for tenant in range(16):
+            tokens, salt = (
+                [*SYSTEM, *range(9_000 + 100 * tenant, 9_000 + 100 * tenant + (turn + 1) * 2 * BLOCK)],
+                f"{tenant}",
+            )
+            prepared = await world.prepare(tokens, {"x-session-id": f"s{tenant}"}, cache_salt=salt)
+            if name == "smg":
+                heads = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens), BLOCK)]
+                found = {
+                    slot: BLOCK * sum(1 for _ in takewhile(known.__contains__, heads)) for slot, known in sent.items()
+                }
+                asked = Asked("m", len(tokens), 100, sent_tokens=found, last_slot=last)
+                decision = policy(world.fleet.view, asked, rng, world.now)
+                assert decision is not None
+                last, expected = decision.slot, found.get(decision.slot, 0)
+                sent.setdefault(last, set()).update(heads)
+                lease = world.brain._leases.open(prepared, decision, now=world.now)
+            else:
+                attempt = world.brain.choose(prepared)
+                decision, expected, lease = attempt.decision, attempt.decision.expected_cached_tokens, attempt.lease
+            served.append((decision.slot, expected, engines.serve(decision.slot, salt, tokens)))
+            under_way.append(lease)
+        for lease in under_way:
+            lease.first_byte()
+            lease.close(Outcome.OK, None)
+    return served
+
+
+async def test_equal_prompts_that_share_nothing_are_not_piled_up_for_what_they_seem_to_share() -> None:
+    """A router that knows no salt sends all sixteen to one rank, expecting a system prompt that is there for one of
+    them. Ours expects of each what it finds, to the token, and spreads them.
+    """
+    ours, naive = await poisoned("affinity"), await poisoned("smg")
+
+    assert all(expected == actual for _, expected, actual in ours)
+    assert max(Counter(slot for slot, *_ in ours).values()) <= 2 * len(ours) / 4
+    assert [actual for *_, actual in ours[16:]] == [len(SYSTEM) + 2 * BLOCK] * 16
+    assert {slot for slot, *_ in naive} == {naive[0][0]}
+    assert [expected - actual for _, expected, actual in naive[1:16]] == [len(SYSTEM)] * 15
+
+
 # --- 8: ids ------------------------------------------------------------------------------------------
 
 
@@ -184,6 +256,70 @@ def test_a_rank_that_prefills_for_a_minute_is_neither_dead_nor_forgotten() -> No
     table.finish("m", giant, binding, now=100.0)
     assert table.home("m", giant, now=129.0) == 0
     assert table.home("m", giant, now=131.0) is None
+
+
+def outlive(is_dead: Callable[[RankView, int, float], bool]) -> tuple[float | None, list[int]]:
+    """A giant prompt on one of three ranks, and on the next when that is taken for dead, which is probed each five
+    seconds and silent until the prompt is computed. Returns when it is answered, and the ranks that were lost.
+    """
+    lost, now = [], 0.0
+    for slot in range(3):
+        book = LoadBook()
+        busy = rank(slot, book)
+        seconds = prefill_seconds(busy.pace, uncached_tokens=GIANT_TOKENS, context_tokens=GIANT_TOKENS)
+        book.open(slot, prompt_tokens=GIANT_TOKENS, prefill_tokens=GIANT_TOKENS, seconds=seconds, now=now)
+        missed, began = 0, now
+        while now < began + seconds:
+            now += 5.0
+            missed += 1
+            if now < began + seconds and is_dead(busy, missed, now):
+                lost.append(slot)
+                break
+        else:
+            return now, lost
+    return None, lost
+
+
+def test_who_counts_missed_probes_loses_the_whole_fleet_to_one_prompt() -> None:
+    """Three missed probes are a death: the prompt is tried on the next rank, and kills that as well. Ours is answered
+    after the 75 s that it takes, and no rank is lost.
+    """
+
+    def counting(busy: RankView, missed: int, now: float) -> bool:
+        return missed >= 3
+
+    def ours(busy: RankView, missed: int, now: float) -> bool:
+        return missed >= 3 and not explains_silence(busy.load, busy.pace, now=now)
+
+    assert outlive(counting) == (None, [0, 1, 2])
+    assert outlive(ours) == (75.0, [])
+
+
+def test_who_forgets_sessions_by_the_age_of_their_last_request_computes_a_giant_twice() -> None:
+    """Thirty seconds of idleness end a session. Counted from when its last request came, the giant's is over before it
+    is answered, and its next turn starts anew where it is quiet; ours goes home.
+    """
+    book, giant = LoadBook(), SessionKey("t", "giant")
+    view = FleetView((rank(0, book), rank(1, book)))
+    table, by_age = SessionTable(max_sessions=10, idle_seconds=30.0), {giant: (0, 0.0)}
+    table.finish("m", giant, table.start("m", giant, slot=0, now=0.0), now=75.0)
+    slot, came = by_age[giant]
+    costs = []
+    for home in (table.home("m", giant, now=80.0), slot if 80.0 - came <= 30.0 else None):
+        turn = RouteRequest(
+            model="m",
+            prompt_tokens=GIANT_TOKENS + 500,
+            output_tokens=100,
+            reusable_tokens={} if home is None else {home: GIANT_TOKENS},
+            session=giant,
+            home=home,
+        )
+        decision = Affinity(CostParameters())(view, turn, random.Random(0), 80.0)
+        assert decision is not None
+        costs.append(decision.expected_prefill_seconds)
+
+    assert costs[0] < 0.2
+    assert costs[1] > 70.0
 
 
 def test_clients_that_lose_patience_with_a_long_prefill_open_no_breaker() -> None:
