@@ -170,6 +170,69 @@ async def test_nothing_is_played_again_once_it_has_begun() -> None:
     assert sum(played == "early" for played, _ in asked) >= 5
 
 
+@asynccontextmanager
+async def _retrying(*ports: int) -> AsyncIterator[int]:
+    """A proxy that asks the next worker whenever one breaks off, and goes on with what that says. Its port."""
+    begun = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal begun
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        body = await reader.readexactly(length)
+        begun += 1
+        has_head = is_over = False
+        attempt = begun
+        while not is_over:
+            source, sink = await asyncio.open_connection("127.0.0.1", ports[attempt % len(ports)])
+            attempt += 1
+            sink.write(head + body)
+            try:
+                answered = await source.readuntil(b"\r\n\r\n")
+                if not has_head:
+                    writer.write(answered)
+                has_head = True
+                while not is_over and (piece := await source.read(65536)):
+                    writer.write(piece)
+                    is_over = piece.endswith(b"0\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            sink.close()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_a_proxy_that_tries_again_whatever_was_said_would_be_seen() -> None:
+    """The same workers behind one that retries streams as it retries requests: some clients get a beginning twice, in
+    one answer that looks whole, and their prompts are computed twice.
+    """
+    scripts: list[Script] = [STREAM, BREAKS_LATE, STREAM, BREAKS_EARLY] * 40
+    async with _world(scripts, [STREAM, BREAKS_LATE] * 80) as (_, workers):
+        async with _retrying(*(worker.port for worker in workers)) as port:
+            bodies = []
+            for number in range(80):
+                client = Client(*await asyncio.open_connection("127.0.0.1", port))
+                await client.send({**ASK, "stream": True, "n": number})
+                answer = await client.answer()
+                assert answer.complete
+                bodies.append(answer.body)
+                await client.close()
+        begun = Counter(
+            json.loads(request.body)["n"]
+            for worker in workers
+            for played, request in zip(map(_name, worker.scripts), worker.requests, strict=False)
+            if played != "early"
+        )
+
+    assert all(body.endswith(b"data: [DONE]\n\n") for body in bodies)
+    twice = {number for number, body in enumerate(bodies) if body.count(DELTA) > STREAM.count(chunk(DELTA))}
+    assert twice == {number for number, times in begun.items() if times > 1}
+    assert len(twice) >= 10
+
+
 def _name(script: Script) -> str:
     return {id(STREAM): "whole", id(BREAKS_LATE): "late", id(BREAKS_EARLY): "early"}[id(script)]
 
