@@ -124,6 +124,7 @@ class _Replay:
                 models=models,
                 block_tokens=capture.block_tokens,
                 pool_tokens=capture.pool_tokens,
+                pool_blocks=capture.pool_blocks,
             )
             self._fleet.set_status(slot, RankStatus.READY)
         self._slots = frozenset(range(ranks))

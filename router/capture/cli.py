@@ -158,6 +158,7 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
                     "block_size": info.block_tokens,
                     "dp_size": info.dp_size,
                     "pool_tokens": info.pool_tokens,
+                    "pool_blocks": info.pool_blocks,
                     **options.geometry,
                 },
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Capture:
     geometry: Geometry = field(default_factory=Geometry)
     block_tokens: int | None = None
     pool_tokens: int | None = None
+    pool_blocks: int | None = None
     adapters: frozenset[str] = frozenset()
 
 
@@ -126,6 +128,7 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         ),
         block_tokens=_first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size"),
         pool_tokens=_pool_tokens(settings),
+        pool_blocks=_pool_blocks(settings, records, ranks=1 + max((message.rank for message in messages), default=0)),
         adapters=_adapters(settings),
     )
 
@@ -336,6 +339,21 @@ def _pool_tokens(settings: Mapping[str, Any]) -> int | None:
     blocks = _first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override")
     block_tokens = _first_number(settings, "block_size")
     return blocks * block_tokens if blocks and block_tokens else _first_number(settings, "max_total_tokens")
+
+
+_BLOCKS = re.compile(r'vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
+
+
+def _pool_blocks(
+    settings: Mapping[str, Any], records: Sequence[tuple[str, Mapping[str, Any]]], *, ranks: int
+) -> int | None:
+    """Blocks of one rank of vLLM, which itself counts those of all ranks together, one a rank too many."""
+    if told := _first_number(settings, "pool_blocks"):
+        return told
+    texts = (str(record.get("text", "")) for _, record in records if record.get("kind") == "metrics")
+    found = (int(match[1]) for text in texts if (match := _BLOCKS.search(text)))
+    blocks = _first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or next(found, None)
+    return blocks // ranks - 1 if blocks else None
 
 
 def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:

@@ -161,6 +161,8 @@ class Blocks:
         for place in places:
             if rank.adopted.named(place) and rank.chains.has_twin(slot, place):
                 rank.chains.lose(slot, place)
+                if isinstance(rank.pool, SharedPool) and (key := self._runs.key(place)) is not None:
+                    rank.pool.lost_twin(key)
                 self._lose_taken_sparse(rank, slot, place)
 
     def _lose_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
@@ -175,9 +177,10 @@ class Blocks:
     def _lose_taken_sparse(self, rank: RankState, slot: int, place: int) -> None:
         if (key := self._runs.key(place)) is not None:
             for group in rank.rules:
-                is_last = self._sparse[group].lose(slot, key)
-                if isinstance(rank.pool, SharedPool):
-                    rank.pool.lost(group, key, is_last=is_last)
+                is_held = self._sparse[group].masks.get(key, 0) & rank.bit
+                self._sparse[group].lose(slot, key)
+                if is_held and isinstance(rank.pool, SharedPool):
+                    rank.pool.lost(group, key)
 
     # --- names --------------------------------------------------------------------------------------
 

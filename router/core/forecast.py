@@ -55,8 +55,10 @@ class Allocation:
 class Pool:
     """The blocks of one rank's dense group, and who uses them. Mutated by its owner, on one thread."""
 
-    def __init__(self, blocks: int | None, *, is_radix: bool = False) -> None:
+    def __init__(self, blocks: int | None, *, is_radix: bool = False, all_blocks: int | None = None) -> None:
+        """``all_blocks`` are those of all groups of layers, if there turn out to be several."""
         self._blocks = blocks
+        self.all_blocks = all_blocks
         self._is_known = blocks is not None
         self.is_radix = is_radix
         self._order = Recency(is_merged=not is_radix)
@@ -71,6 +73,11 @@ class Pool:
     def blocks(self) -> int | None:
         """How many blocks it has, as far as is known."""
         return self._blocks
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether what is there may be gone when the next prompt is scheduled."""
+        return bool(self.pending)
 
     # --- requests -------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from router.core.usable import Mask, Rule, boundary, slots_of
 _RETRIED_ORPHANS = 16
 #: For so many ranks a prompt's fate in a full pool is foretold.
 MOST_FORETOLD = 8
+#: So many forecasts of pools that groups share are made anew for a prompt; of others what was last foretold holds.
+MOST_MADE = 2
 
 
 class PrefixIndex(Residency):
@@ -121,9 +123,10 @@ class PrefixIndex(Residency):
         """
         ranks = self._ranks
         forecasts: dict[int, SharedForecast] = {}
-        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and _is_moving(pool)]
-        if len(slots) > MOST_FORETOLD:
+        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and pool.is_moving]
+        if len(slots) > MOST_MADE:
             slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
+        made = 0
         for slot in slots:
             stride, pool = ranks[slot].stride, ranks[slot].pool
             assert pool is not None, "it has requests pending"
@@ -133,9 +136,13 @@ class PrefixIndex(Residency):
                 depths[slot] = pool.kept(ends, depth, copies=copies, want=want) * stride
             elif isinstance(pool, Pool):
                 depths[slot] = pool.kept(ends, depth, copies=copies) * stride
-            elif (forecast := pool.forecast(copies=copies)) is not None:
-                depths[slot] = forecast.depth(ends, depth) * stride
-                forecasts[slot] = forecast
+            else:
+                made -= pool.forecasts_made
+                forecast = pool.forecast(copies=copies, is_spared=made + pool.forecasts_made >= MOST_MADE)
+                made += pool.forecasts_made
+                if forecast is not None:
+                    depths[slot] = forecast.depth(ends, depth) * stride
+                    forecasts[slot] = forecast
         return forecasts
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
@@ -219,16 +226,13 @@ class PrefixIndex(Residency):
         self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None
     ) -> int:
         def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
-            return lambda key: masks.get(key, 0) | promised.get(key, 0)
-
-        def foretold(group: int, now: Mask, forecast: SharedForecast) -> Mask:
-            return lambda key: now(key) if (held := forecast.holds(group, key)) is None else held * rank.bit
+            return (lambda key: masks.get(key, 0) | promised.get(key, 0)) if promised else masks.get
 
         groups = {
             group: mask_of(self._sparse[group].masks, self.provisional.sparse.get(group, {})) for group in rank.rules
         }
         if forecast is not None:
-            groups = {group: foretold(group, now, forecast) for group, now in groups.items()}
+            groups = {group: forecast.mask(group, now, bit=rank.bit) for group, now in groups.items()}
         return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
 
     # --- what others show -----------------------------------------------------------------------------
@@ -264,8 +268,3 @@ class PrefixIndex(Residency):
     def pool(self, slot: int) -> Pool | SharedPool | None:
         """The rank's pool, to be told of requests; None where nothing is known of it, or nobody gave it."""
         return self._ranks[slot].pool
-
-
-def _is_moving(pool: Pool | SharedPool) -> bool:
-    """Whether what is there may be gone when the next prompt is scheduled."""
-    return pool.is_moving if isinstance(pool, RadixPool) else bool(pool.pending)

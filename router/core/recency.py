@@ -26,18 +26,25 @@ class Stretch:
         self.branches = 0
 
     def common(self, keys: Sequence[int], at: int) -> int:
-        """How many blocks are those of ``keys`` from ``at`` on. A chain key stands for all before it: halving does."""
-        own = self.keys
-        low, high = 0, min(len(own), len(keys) - at)
-        if high and own[high - 1] == keys[at + high - 1]:
-            return high
-        while low < high:
-            middle = (low + high) >> 1
-            if own[middle] == keys[at + middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        """How many blocks are those of ``keys`` from ``at`` on."""
+        return common_blocks(self.keys, keys, min(len(self.keys), len(keys) - at), at=at)
+
+
+def common_blocks(one: Sequence[int], other: Sequence[int], most: int, *, at: int = 0) -> int:
+    """How many blocks, ``most`` at most, a chain has in common with another from the other's block ``at`` on.
+
+    A chain key stands for all before it: halving does.
+    """
+    low, high = 0, min(most, len(one), len(other) - at)
+    if high > 0 and one[high - 1] == other[at + high - 1]:
+        return high
+    while low < high:
+        middle = (low + high) >> 1
+        if one[middle] == other[at + middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 class Recency:

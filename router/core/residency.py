@@ -72,27 +72,32 @@ class Residency(Blocks):
         rank.align = math.lcm(
             rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
         )
-        self._share_pool(rank, event)
+        self._share_pool(rank)
         if rank.dense_group is not None:
             for units in rank.adopted.resumed:
                 self._resume(rank, slot, units)
 
-    @staticmethod
-    def _share_pool(rank: RankState, event: BlockStored) -> None:
-        """Groups share the pool. Of windows it is known how; recurrent state and chunks are let go of in other ways."""
-        rules = rank.rules.values()
-        if rank.pool is None or not rules:
+    def _share_pool(self, rank: RankState) -> None:
+        """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""
+        rules, pool = rank.rules.values(), rank.pool
+        if pool is None or not rules:
             return
-        if rank.pool.is_radix or (event.group in rank.rules and not event.window_tokens):
+        if pool.is_radix or rank.has_tails or not all(rule.kind in (Kind.WINDOW, Kind.CHUNK) for rule in rules):
             rank.pool = None
         elif rank.dense_group is not None:
-            if not all(rule.kind is Kind.WINDOW and rule.stride == rank.stride for rule in rules):
+            if any(rule.stride != rank.stride for rule in rules):
                 rank.pool = None
-            elif isinstance(rank.pool, SharedPool):
-                rank.pool.meet(rank.rules)
+            elif isinstance(pool, SharedPool):
+                pool.meet(rank.rules)
             else:
-                dense, cached = rank.dense_group, rank.pool.cached()
-                rank.pool = SharedPool(rank.rules, rank.keeps_all, dense_group=dense, cached=cached)
+                rank.pool = SharedPool(
+                    rank.rules,
+                    rank.keeps_all,
+                    dense_group=rank.dense_group,
+                    block_tokens=rank.stride * self.block_tokens,
+                    blocks=pool.all_blocks,
+                    cached=pool.cached(),
+                )
 
     def _rule(self, rank: RankState, event: BlockStored) -> Rule:
         return rule_of(
@@ -262,9 +267,9 @@ class Residency(Blocks):
         if key is None:
             rank.drop_unnamed(name, group)
             return
-        is_last = table.lose(slot, key)
+        table.lose(slot, key)
         if isinstance(rank.pool, SharedPool) and group in rank.rules:
-            rank.pool.lost(group, key, is_last=is_last)
+            rank.pool.lost(group, key)
         if name in rank.names.strays and not self._is_sparse(key):
             del rank.names.strays[name]
 
@@ -292,6 +297,8 @@ class Residency(Blocks):
             rank.blocks -= 1
             if rank.adopted.is_used:
                 self._let_go(rank, slot, place)
+        elif tier == GPU and isinstance(rank.pool, SharedPool):
+            rank.pool.lost_twin(key)
         if not self._runs.is_held(place):
             rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
             self._note_forgotten(1)
@@ -367,6 +374,8 @@ class Residency(Blocks):
             return
         if not rank.has_tails:
             rank.has_tails, rank.align = True, 1
+            if rank.rules:  # whose blocks are found at such ends, too: of their pool nothing is foretold
+                rank.pool = None
             rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
         self._sparse[TAILS].gain(slot, key)
         rank.names.strays.update(dict.fromkeys(event.hashes, key))

@@ -4,105 +4,200 @@ Requests of which no event has come are gone through as the engine would: those 
 which they did, then those that wait. Each touches what it finds in all groups, takes blocks of every group for the
 rest, never cached ones first, and lets go of what has left its windows one step later. A request that does not fit
 waits until those before it have done that, then until one ends: the one that runs longest is taken to be it.
+
+The pool numbers its cached blocks in the order in which it would give them up, so that what has been given up is known
+by one number, the ``front``. Along a chain those numbers fall, as a request lets go of its tail first: where a chain
+breaks off is found by halving. So a request costs little more than what its windows hold, however long it is.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from router.core.block_queue import HELD, Block, Copy, Front, Tail
+from router.core.recency import common_blocks
+from router.core.shared_allocation import Due, SharedAllocation
 from router.core.usable import Mask, boundary
 
 if TYPE_CHECKING:
-    from router.core.shared_pool import SharedAllocation, SharedPool
-
-#: A block by group and chain key.
-Block = tuple[int, int]
-#: One of several copies of a block. The one that was there before is number 0.
-Copy = tuple[int, int, int]
+    from router.core.shared_pool import SharedPool
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A running request: what each group holds from block ``first[group]`` on, None for what is not cached."""
+    """A request that runs. Of the dense group it holds the first ``length`` blocks, of which ``found`` were there, and
+    one that is begun; of each other group ``tables`` from block ``first`` on, None for what is not cached.
+    """
 
     allocation: SharedAllocation
+    found: int
+    length: int
     tables: dict[int, list[Copy | None]]
     first: dict[int, int]
+    is_heard: bool = False
     is_prefilled: bool = False
 
 
 class SharedForecast:
-    """A pool once all requests under way have their blocks."""
+    """A pool once all requests under way have their blocks. Good as long as nothing changes in the pool."""
 
-    def __init__(self, pool: SharedPool, due: Iterable[tuple[SharedAllocation, bool]], *, room: int, free: int) -> None:
-        """``room`` blocks are not cached and free; ``free`` are, cached or not."""
+    def __init__(self, pool: SharedPool, due: Iterable[tuple[SharedAllocation, Due]], *, room: int, free: int) -> None:
+        """``room`` blocks are not cached and free, fewer than none where some went of which no event told yet; ``free``
+        are, cached or not.
+        """
         self._pool = pool
         self._room = room
         self._free = free
-        self._copies: dict[Block, list[int]] = {}  # of blocks that had been touched, oldest first
-        self._pins: dict[Copy, int] = {}
-        self._tail: OrderedDict[Copy, None] = OrderedDict()  # let go of since
-        self._moved: set[Block] = set()  # no longer where the pool's order has it
-        self._victims = iter(pool.order)
+        self._front = Front(pool.queue)
+        self._spans: list[Tail] = []  # of the dense group: touched
+        self._moved: set[Copy] = set()  # of the others: touched
+        self._moved_numbers: list[int] = []
+        self._named: dict[Block, list[Copy]] = {}  # of the others: stored since
+        self._block_of: dict[Copy, Block] = {}  # of those
+        self._pins: dict[Copy, int] = {}  # of the others, where they are no more those of the pool
+        self._lost: set[Copy] = set()  # given up after having been let go of
+        self._tail: OrderedDict[Copy | Tail, None] = OrderedDict()  # let go of since
         self._serial = 0
         self._runs: dict[SharedAllocation, _Run] = {}
+        self._over: list[_Run] = []
         self._waiting_to_end = deque(pool.running)
-        for allocation, ends in due:
-            if ends:
-                self._end(allocation)
-            else:
-                self._begin(allocation)
+        self._take(0)
+        for allocation, what in due:
+            match what:
+                case Due.BEGINS:
+                    self.add(allocation)
+                case Due.GROWS:
+                    self._fill(self._known(allocation))
+                case Due.ENDS:
+                    self._end(allocation)
 
-    def holds(self, group: int, key: int) -> bool | None:
-        """Whether a block will be there. None: as now."""
-        copies = self._copies.get((group, key))
-        return None if copies is None else bool(copies)
+    # --- what will be there -----------------------------------------------------------------------------
+
+    def mask(self, group: int, now: Mask, *, bit: int) -> Mask:
+        """Which blocks of another group than the dense one will be there, as ``bit``; of others it is as ``now``."""
+        pool, front, lost, named = self._pool, self._front.number, self._lost, self._named
+        order, twins, tag = pool.queue.order, pool.queue.twins, pool.tag(group)
+
+        def held(key: int) -> int | None:
+            block = key ^ tag
+            number = order.get(block)
+            if number is None and block not in twins and block not in named:
+                return now(key)
+            is_left = number is not None and number >= front and block not in lost
+            return bit if is_left or self._found(block) is not None else 0
+
+        return held
 
     def depth(self, keys: Sequence[int], depth: int) -> int:
         """How many of the first ``depth`` blocks of the dense group will be there."""
-        dense = self._pool.dense_group
-        return next((at for at in range(depth) if self.holds(dense, keys[at]) is False), depth)
+        number, front = self._pool.queue.number, self._front.number
+        start = self._covered(keys, depth)
+        end = bisect_left(range(depth), True, lo=start, key=lambda at: 0 < number(keys[at]) < front)
+        return self._cut_lost(keys, end)
+
+    def _known(self, allocation: SharedAllocation) -> _Run:
+        """A request that has been heard of."""
+        if (known := self._runs.get(allocation)) is not None:
+            return known
+        pool = self._pool
+        heard = allocation.heard
+        tables = {
+            group: [*(copy if copy in pool.queue.order else None for copy in allocation.tables[group]), None]
+            for group in pool.rules
+        }
+        run = _Run(allocation, heard, heard, tables, dict(allocation.first), is_heard=True, is_prefilled=True)
+        self._runs[allocation] = run
+        return run
+
+    def _covered(self, keys: Sequence[int], limit: int) -> int:
+        """How many of a chain's first blocks requests that were gone through hold, or did as they ended."""
+        runs = (*self._runs.values(), *self._over)
+        return max((common_blocks(keys, run.allocation.keys, min(limit, run.length)) for run in runs), default=0)
+
+    def _cut_lost(self, keys: Sequence[int], end: int) -> int:
+        if not self._lost:
+            return end
+        return next((at for at in range(end) if keys[at] in self._lost), end)
+
+    def _known_prefix(self, keys: Sequence[int], limit: int) -> int:
+        """Of a prompt's first blocks so many are cached."""
+        number, front = self._pool.queue.number, max(1, self._front.number)
+        start = self._covered(keys, limit)
+        end = bisect_left(range(limit), True, lo=start, key=lambda at: number(keys[at]) < front)
+        return self._cut_lost(keys, end)
+
+    def _found(self, block: Block) -> Copy | None:
+        """The copy of a block of another group than the dense one that a request would find."""
+        pool = self._pool
+        for copy in pool.queue.copies(block):
+            is_left = pool.queue.order[copy] >= self._front.number or copy in pool.queue.pins or copy in self._moved
+            if is_left and copy not in self._lost:
+                return copy
+        return next(iter(self._named.get(block, ())), None)
 
     # --- requests -------------------------------------------------------------------------------------
 
-    def _begin(self, allocation: SharedAllocation) -> None:
+    def add(self, allocation: SharedAllocation) -> None:
+        """Another request gets its blocks, after all that were gone through."""
         pool = self._pool
         for run in self._runs.values():
-            if run.allocation.begun_at is not None and run.allocation.begun_at < allocation.sent_at:
+            begun_at = run.allocation.begun_at
+            if begun_at is not None and begun_at < allocation.sent_at:
                 self._slide(run)
-        keys = allocation.keys[: allocation.prompt_blocks]
-        blocks = allocation.prompt_blocks + 1
+        keys, limit, size = allocation.keys, allocation.prompt_blocks, pool.block_tokens
         while True:
-            known = next((at for at, key in enumerate(keys) if not self._alive((pool.dense_group, key))), len(keys))
-            found = boundary(keys, known, bit=1, groups={g: self._mask(g) for g in pool.rules}, rules=pool.rules)
-            first = {group: pool.first_held(group, found) for group in pool.groups}
-            tables: dict[int, list[Copy | None]] = {
-                group: [(group, key, self._alive((group, key))[0]) for key in keys[first[group] : found]]
-                for group in pool.groups
+            masks = {group: self.mask(group, _nowhere, bit=1) for group in pool.rules}
+            known = self._known_prefix(keys, limit)
+            found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules)
+            first = {group: pool.first_held(group, found * size) for group in pool.rules}
+            held = {
+                group: [copy for key in keys[first[group] : found] if (copy := self._found(pool.block(group, key)))]
+                for group in pool.rules
             }
-            idle = sum(not self._pins_of(copy) for table in tables.values() for copy in table if copy is not None)
-            if idle + len(pool.groups) * (blocks - found) <= self._free or not self._wait():
+            idle = sum(not self._pins_of(copy) for copies in held.values() for copy in copies)
+            tails = self._tails_of(keys, found)
+            span = self._idle_span(keys, found)
+            idle += span.stop - span.start + sum(stop - tail.start for tail, stop in tails)
+            ends = {(allocation.prompt_tokens - 1) // size, max(known, found)} - {found}
+            states = sum(rule.is_state for rule in pool.rules.values())  # of which one is kept at each end
+            new = states * (1 + len(ends)) + (len(pool.groups) - states) * (limit - found + 1)
+            if idle + new <= self._free or not self._wait():
                 break
-        for table in tables.values():
-            for copy in table:
-                if copy is not None:
-                    self._pin(copy)
-        for group in pool.groups:
-            self._take(blocks - found)
-            tables[group] += [None] * (blocks - found)
-        ends = {len(keys), known} if known > found else {len(keys)}
-        for group in pool.groups:
-            kept: Iterable[int] = range(found, len(keys))
-            if group in pool.rules:
-                keeps_all = pool.keeps_all.get(group, False)
-                kept = pool.rules[group].kept(found, len(keys), ends=ends, keeps_all=keeps_all)
-            for at in kept:
-                tables[group][at - first[group]] = self._name((group, keys[at]))
-        self._runs[allocation] = _Run(allocation, tables, first)
+        if span.start < span.stop:
+            self._spans.append(span)
+            self._free -= span.stop - span.start
+        for tail, stop in tails:
+            self._free -= stop - tail.start
+            tail.start = stop
+            if tail.start == tail.stop:
+                del self._tail[tail]
+        for copies in held.values():
+            for copy in copies:
+                self._pin(copy)
+        self._take(new)
+        self._lost.difference_update(keys[found:limit])
+        run = _Run(allocation, found, limit, {}, first)
+        for group, rule in pool.rules.items():
+            kept = rule.kept(found, limit, ends=ends, keeps_all=pool.keeps_all.get(group, False))
+            if rule.is_state:  # between the states it begins and ends with there is none
+                kept = [at for at in kept if at + 1 in ends]
+            copies = list(self._name([pool.block(group, keys[at]) for at in kept]))
+            if rule.is_state:
+                run.tables[group] = [*held[group], *copies, None]
+                run.first[group] = limit + 1 - len(run.tables[group])
+                continue
+            table: list[Copy | None] = [*held[group], *[None] * (limit - found + 1)]
+            for at, copy in zip(kept, copies, strict=True):
+                table[at - first[group]] = copy
+            run.tables[group] = table
+        self._runs[allocation] = run
         self._waiting_to_end.append(allocation)
+        if allocation.begun_at is not None and allocation.generated is not None:
+            self._fill(run)
 
     def _wait(self) -> bool:
         """What an engine does until there is more room. False: nothing more will come of it."""
@@ -116,17 +211,33 @@ class SharedForecast:
             return True
         return False
 
-    def _slide(self, run: _Run, *, end: int | None = None) -> None:
-        """A step is done: windows let go of what they have left."""
-        if run.is_prefilled and end is None:
-            return
-        run.is_prefilled = True
-        for group in self._pool.rules:
-            first = self._pool.first_held(group, run.allocation.prompt_blocks if end is None else end)
-            left = max(0, first - run.first[group])
-            gone, run.tables[group] = run.tables[group][:left], run.tables[group][left:]
-            run.first[group] += left
-            self._let_go(gone)
+    def _slide(self, run: _Run) -> None:
+        """The step of a prompt is done."""
+        if not run.is_prefilled:
+            run.is_prefilled = True
+            self._let_go_of_left(run, run.allocation.prompt_tokens)
+
+    def _let_go_of_left(self, run: _Run, tokens: int) -> None:
+        """So many tokens are computed: windows let go of what they have left."""
+        for group, rule in self._pool.rules.items():
+            left = max(0, self._pool.first_held(group, tokens) - run.first[group])
+            table = run.tables[group]
+            gone, run.tables[group] = table[:left], table[left:]
+            run.first[group] += len(gone)
+            self._let_go(gone if rule.is_state else gone[::-1])
+
+    def _fill(self, run: _Run) -> None:
+        """Its answer fills blocks of which nobody has heard the names yet."""
+        self._slide(run)
+        for _ in range(self._pool.unheard_blocks(run.allocation)):
+            run.length += 1
+            self._begin_block(run)
+
+    def _begin_block(self, run: _Run) -> None:
+        self._let_go_of_left(run, run.length * self._pool.block_tokens + 1)
+        self._take(len(self._pool.groups))
+        for table in run.tables.values():
+            table.append(None)
 
     def _end(self, allocation: SharedAllocation) -> None:
         """It fills the blocks of its answer, as far as they are known, and ends."""
@@ -134,76 +245,97 @@ class SharedForecast:
         if allocation not in self._waiting_to_end:  # what did not fit
             return
         self._waiting_to_end.remove(allocation)
-        run = self._runs.pop(allocation, None) or self._known(allocation)
+        run = self._known(allocation)
         self._slide(run)
-        dense = run.tables[pool.dense_group]
-        for at in range(len(dense) - 1, len(keys)):
-            dense[at] = self._name((pool.dense_group, keys[at]))
+        while run.length < len(keys):
             for group, rule in pool.rules.items():
-                if rule.kept(at, at + 1, ends=(), keeps_all=pool.keeps_all.get(group, False)):
-                    run.tables[group][-1] = self._name((group, keys[at]))
-            self._slide(run, end=at + 1)
-            for group in pool.groups:
-                self._take(1)
-                run.tables[group].append(None)
+                if rule.kept(run.length, run.length + 1, ends=(), keeps_all=pool.keeps_all.get(group, False)):
+                    run.tables[group][-1] = self._name([pool.block(group, keys[run.length])])[0]
+            run.length += 1
+            self._begin_block(run)
+        del self._runs[allocation]
         for group in pool.groups:
-            self._let_go(run.tables[group])
+            if group in pool.rules:
+                self._let_go(run.tables[group][::-1])
+            else:
+                self._let_go_of_chain(run)
+        self._over.append(run)
 
-    def _known(self, allocation: SharedAllocation) -> _Run:
-        """A request that has been heard of."""
+    def _let_go_of_chain(self, run: _Run) -> None:
+        """Of the dense group all goes that nobody else holds."""
+        keys = run.allocation.keys
+        length = min(run.length, len(keys))
+        others = [
+            common_blocks(keys, other.allocation.keys, min(length, other.length)) for other in self._runs.values()
+        ]
+        held = max(others, default=0)
+        over = [common_blocks(keys, other.allocation.keys, length) for other in self._over if other.is_heard]
+        pins = self._pool.queue.pins
+        held = bisect_left(
+            range(length),
+            True,
+            lo=held,
+            key=lambda at: pins.get(keys[at], 0) <= run.is_heard + sum(count > at for count in over),
+        )
+        nameless = 1 + run.length - length
+        self._room += nameless
+        self._free += nameless + length - held
+        if held < length:
+            self._tail[Tail(keys, held, length)] = None
+
+    # --- blocks of the dense group ------------------------------------------------------------------------
+
+    def _idle_span(self, keys: Sequence[int], found: int) -> Tail:
+        """Of a prompt's first ``found`` blocks those that nobody uses, or has touched: they are behind the others."""
         pool = self._pool
-        heard = allocation.prompt_blocks if allocation in pool.pending else len(allocation.keys)
-        first = {group: pool.first_held(group, heard) for group in pool.groups}
-        tables: dict[int, list[Copy | None]] = {
-            group: [
-                (group, key, 0) if (group, key) in pool.order and self._alive((group, key)) else None
-                for key in allocation.keys[first[group] : heard]
-            ]
-            for group in pool.groups
-        }
-        for table in tables.values():
-            table.append(None)
-        return _Run(allocation, tables, first, is_prefilled=True)
+        touched = max((common_blocks(keys, span.keys, min(found, span.stop)) for span in self._spans), default=0)
+        start = bisect_left(range(found), True, lo=touched, key=lambda at: pool.queue.number(keys[at]) < HELD)
+        front = max(1, self._front.number)
+        return Tail(
+            keys, start, bisect_left(range(found), True, lo=start, key=lambda at: pool.queue.number(keys[at]) < front)
+        )
 
-    # --- blocks ---------------------------------------------------------------------------------------
+    def _tails_of(self, keys: Sequence[int], found: int) -> list[tuple[Tail, int]]:
+        """What had been let go of and is touched, up to which block."""
+        tails: list[tuple[Tail, int]] = []
+        for tail in self._tail:
+            if isinstance(tail, Tail):
+                stop = common_blocks(keys, tail.keys, min(found, tail.stop))
+                if stop > tail.start:
+                    tails.append((tail, stop))
+        return tails
 
-    def _alive(self, block: Block) -> list[int]:
-        copies = self._copies.get(block)
-        if copies is None:
-            copies = self._copies[block] = [0] if block in self._pool.order else []
+    # --- blocks of the other groups -----------------------------------------------------------------------
+
+    def _name(self, blocks: Sequence[Block]) -> Sequence[Copy]:
+        """Blocks that somebody holds are cached from now on."""
+        copies = range(-self._serial - 1, -self._serial - len(blocks) - 1, -1)
+        self._serial += len(blocks)
+        for copy, block in zip(copies, blocks, strict=True):
+            self._named.setdefault(block, []).append(copy)
+        self._block_of.update(zip(copies, blocks, strict=True))
+        self._pins.update(dict.fromkeys(copies, 1))
         return copies
 
-    def _mask(self, group: int) -> Mask:
-        return lambda key: bool(self._alive((group, key)))
-
-    def _name(self, block: Block) -> Copy:
-        """A block that somebody holds is cached from now on."""
-        copies = self._alive(block)
-        self._serial += 1
-        copies.append(self._serial)
-        copy = (*block, self._serial)
-        self._pins[copy] = 1
-        return copy
-
     def _pins_of(self, copy: Copy) -> int:
-        group, key, number = copy
         pins = self._pins.get(copy)
-        if pins is None:
-            pins = 0 if number else self._pool.pins.get((group, key), 0)
-        return pins
+        return self._pool.queue.pins.get(copy, 0) if pins is None else pins
 
     def _pin(self, copy: Copy) -> None:
         pins = self._pins_of(copy)
         self._pins[copy] = pins + 1
-        if not pins:
-            self._free -= 1
-            self._tail.pop(copy, None)
-            if not copy[2]:
-                self._moved.add(copy[:2])
+        if pins:
+            return
+        self._free -= 1
+        if copy in self._tail:
+            del self._tail[copy]
+        else:
+            self._moved.add(copy)
+            insort(self._moved_numbers, self._pool.queue.order[copy])
 
-    def _let_go(self, table: Sequence[Copy | None]) -> None:
-        """The last goes first."""
-        for copy in reversed(table):
+    def _let_go(self, copies: Sequence[Copy | None]) -> None:
+        """The first goes first."""
+        for copy in copies:
             pins = 1 if copy is None else self._pins_of(copy)
             if copy is not None:
                 self._pins[copy] = max(0, pins - 1)
@@ -214,23 +346,47 @@ class SharedForecast:
                 self._room += 1
             else:
                 self._tail[copy] = None
-                if not copy[2]:
-                    self._moved.add(copy[:2])
+
+    # --- the queue ----------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> None:
         """Take free blocks, of the cached ones those first that were let go of longest ago."""
         self._free -= count
         self._room -= count
-        while self._room < 0:
-            self._room += 1
-            block = next((each for each in self._victims if self._is_idle(each)), None)
-            if block is not None:
-                self._alive(block).remove(0)
-            elif self._tail:
-                (group, key, number), _ = self._tail.popitem(last=False)
-                self._alive((group, key)).remove(number)
-            else:
-                return
+        if self._room >= 0:
+            return
+        lacking = self._front.give_up(-self._room, touched=self._touched)
+        self._room = 0
+        self._take_let_go(lacking)
 
-    def _is_idle(self, block: Block) -> bool:
-        return block not in self._moved and not self._pins_of((*block, 0))
+    def _touched(self) -> int:
+        """Of the blocks that lie before the front so many have been touched before it came to them."""
+        return bisect_left(self._moved_numbers, self._front.number) + sum(map(self._touched_of, self._spans))
+
+    def _touched_of(self, span: Tail) -> int:
+        keys, number, front = span.keys, self._pool.queue.number, self._front.number
+        passed = bisect_left(range(span.stop), True, lo=span.start, key=lambda at: number(keys[at]) < front)
+        return span.stop - passed
+
+    def _take_let_go(self, count: int) -> None:
+        """Nothing is left of what was free at first."""
+        while count and self._tail:
+            tail = next(iter(self._tail))
+            if isinstance(tail, Tail):
+                stop = max(tail.start, tail.stop - count)
+                self._lost.update(tail.keys[stop : tail.stop])
+                count -= tail.stop - stop
+                tail.stop = stop
+                if tail.start < stop:
+                    return
+            else:
+                count -= 1
+                if (block := self._block_of.get(tail)) is not None:
+                    self._named[block].remove(tail)
+                else:
+                    self._lost.add(tail)
+            del self._tail[tail]
+
+
+def _nowhere(key: int) -> None:
+    """Nobody has the block."""

@@ -1,53 +1,29 @@
-"""The blocks of a vLLM whose groups of layers share one pool: sliding windows and full attention.
+"""The blocks of a vLLM whose groups of layers share one pool: full attention beside windows, chunks, recurrent state.
 
 All groups take their blocks from one queue of free ones (``BlockPool``), cached ones in the order in which they were
 let go of. A request lets go of what has left a window as it goes on, and of all else as it ends: group by group, of
 each its tail first (``KVCacheCoordinator.free``). ``core/shared_forecast`` goes on from here.
 
-How many blocks there are no worker tells (the tokens that vLLM tells are those of contexts of the greatest length): it
-is the most that were in use when one had to go.
+How many blocks there are is the worker's word. Where it says none, it is the most that were in use when one had to go.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
+from router.core.block_queue import Block, BlockQueue, Copy
 from router.core.forecast import MAX_PENDING, Allocation
-from router.core.shared_forecast import Block, SharedForecast
+from router.core.shared_allocation import Due, SharedAllocation
+from router.core.shared_forecast import SharedForecast
 from router.core.usable import Rule
 
-#: With more blocks than this to be taken, nothing is foretold: it would take more than some milliseconds.
-MAX_TAKEN = 2048
-
-
-@dataclass(slots=True, eq=False)
-class SharedAllocation:
-    """The blocks of one request: ``keys`` of the whole ones, the first ``prompt_blocks`` of its prompt; in each group
-    it has one more, which is begun. ``sent_at``, ``begun_at`` and ``ended_at`` count what has happened in the pool.
-    """
-
-    pool: SharedPool
-    keys: array[int]
-    prompt_blocks: int
-    sent_at: int
-    begun_at: int | None = None
-    ended_at: int | None = None
-    awaited: list[int] = field(default_factory=list)
-
-    def begun(self) -> None:
-        """It has its blocks."""
-        self.pool.begun(self)
-
-    def ended(self, keys: Sequence[int]) -> None:
-        """It is over, and leaves these blocks."""
-        self.pool.ended(self, keys)
-
-    def forget(self) -> None:
-        """It failed, or its events did not come in time."""
-        self.pool.forget(self)
+#: With more blocks than this to be taken, nothing is foretold: it would take more than a millisecond.
+MAX_TAKEN = 1 << 14
+_TAG = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 class SharedPool:
@@ -59,49 +35,81 @@ class SharedPool:
         keeps_all: Mapping[int, bool],
         *,
         dense_group: int,
+        block_tokens: int,
+        blocks: int | None = None,
         cached: Iterable[int] = (),
     ) -> None:
-        """``rules`` and ``keeps_all`` are of the window groups, ``cached`` the blocks of the dense one."""
+        """``rules`` and ``keeps_all`` are of all other groups, ``cached`` the blocks of the dense one."""
         self.rules: dict[int, Rule] = {}
         self.keeps_all = keeps_all
         self.dense_group = dense_group
+        self.block_tokens = block_tokens
         self.is_radix = False
         #: The groups in the order in which a request takes and frees their blocks.
         self.groups: list[int] = []
-        #: Cached blocks, those let go of longest ago first; and how many running requests hold a block, cached or not.
-        self.order: OrderedDict[Block, None] = OrderedDict.fromkeys((dense_group, key) for key in cached)
-        self.pins: dict[Block, int] = {}
+        self.queue = BlockQueue(cached)
         self.running: dict[SharedAllocation, None] = {}
         #: Requests of which events are due.
         self.pending: dict[SharedAllocation, None] = {}
-        self._blocks: int | None = None
+        #: For those that bound the work.
+        self.forecasts_made = 0
+        self._blocks = blocks
+        self._is_known = blocks is not None
         self._sparse_copies = 0
-        self._nameless = 0  # held, not cached
-        self._left: list[tuple[int, Sequence[int]]] = []  # by windows just now, whose names may still be to come
+        self._entered: dict[Block, Copy] = {}  # by the events of the request of which is being heard
+        self._unnamed: dict[Block, tuple[SharedAllocation, int]] = {}  # of that heard of last: names may be to come
+        self._states: dict[int, list[Copy]] = {}  # that it has stored
+        self._later: list[Callable[[], None]] = []  # once they have
         self._awaited: dict[int, list[SharedAllocation]] = {}
         self._tips: dict[int, SharedAllocation] = {}  # running requests, by their last whole block
         self._clock = 0
-        self._forecast: SharedForecast | None = None  # holds until something changes
+        self._forecast: SharedForecast | None = None  # the last that was made
+        self._is_fresh = False  # nothing has changed since
+        self._foretold: tuple[int, int] = (0, 0)  # what it was made of: room, and blocks that answers had filled
         self.meet(rules)
 
     def meet(self, rules: Mapping[int, Rule]) -> None:
-        """These are all window groups there are, with blocks as large as the dense one's."""
-        self.rules = {group: replace(rule, stride=1) for group, rule in rules.items()}
+        """These are all groups there are beside the dense one, with blocks as large as its."""
+        self.rules = {group: replace(rule, stride=1, unit_tokens=self.block_tokens) for group, rule in rules.items()}
         self.groups = sorted((*rules, self.dense_group))
-        self._forecast = None
+        self._forecast, self._is_fresh = None, False
 
     @property
     def blocks(self) -> int | None:
         """How many blocks of the dense group there are is not known: the others take from the same."""
         return None
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether what is there may be gone when the next prompt is scheduled."""
+        return bool(self.pending or self.running)
+
+    def tag(self, group: int) -> int:
+        """What a group's blocks differ by from the chain keys."""
+        return 0 if group == self.dense_group else (group + 1) * _TAG & _MASK
+
+    def block(self, group: int, key: int) -> Block:
+        """One number for a group's block."""
+        return key ^ self.tag(group)
+
+    def first_held(self, group: int, tokens: int) -> int:
+        """Of a context of so many tokens, the first block that a group holds on to."""
+        rule = self.rules.get(group)
+        return 0 if rule is None else rule.first_held(tokens, block_tokens=self.block_tokens)
+
     # --- requests -------------------------------------------------------------------------------------
 
-    def sent(self, keys: Sequence[int], *, blocks: int) -> SharedAllocation:
-        """A request of so many ``blocks`` in each group, with the one begun, is on its way to the rank."""
-        allocation = SharedAllocation(self, array("Q", keys), blocks - 1, self._tick())
+    def sent(self, keys: Sequence[int], *, blocks: int, begun_tokens: int = 1) -> SharedAllocation:
+        """A request of so many ``blocks`` in each group is on its way to the rank, the last of which has so many tokens
+        of its prompt.
+        """
+        tokens = (blocks - 1) * self.block_tokens + begun_tokens
+        self._clock += 1
+        allocation = SharedAllocation(self, array("Q", keys), blocks - 1, tokens, self._clock)
         self.pending[allocation] = None
         self._await(allocation)
+        if self._forecast is not None and self._is_fresh:  # it comes after all others
+            self._forecast.add(allocation)
         return allocation
 
     def begun(self, allocation: SharedAllocation) -> None:
@@ -109,8 +117,12 @@ class SharedPool:
         if allocation.begun_at is not None or allocation not in self.pending:
             return
         allocation.begun_at = self._tick()
-        if all((self.dense_group, key) in self.order for key in reversed(allocation.keys)):
+        if all(key in self.queue for key in reversed(allocation.keys)):
             self._hear(allocation, len(allocation.keys))
+
+    def grows(self, allocation: SharedAllocation, generated: Callable[[], int]) -> None:
+        """Its answer has begun; so many tokens are generated by now."""
+        allocation.generated = generated
 
     def ended(self, allocation: SharedAllocation, keys: Sequence[int]) -> None:
         """It is over, and leaves these blocks."""
@@ -158,28 +170,62 @@ class SharedPool:
         if allocation.begun_at is None:
             allocation.begun_at = self._tick()
         self.running[allocation] = None
-        keys = allocation.keys[: allocation.prompt_blocks]
+        keys, limit = allocation.keys, allocation.prompt_blocks
         for group in self.groups:
-            first = self.first_held(group, len(keys))
-            for key in keys[first:]:
-                self._pin((group, key))
-            self._left.append((group, keys[self.first_held(group, found) : first]))
-        if keys and allocation.ended_at is None:
-            self._tips[keys[-1]] = allocation
+            start = min(limit, self.first_held(group, found * self.block_tokens))
+            first = max(start, min(limit, self.first_held(group, allocation.prompt_tokens)))
+            blocks = [self.block(group, key) for key in keys[start:limit]]
+            is_there = found - start
+            table = [self.queue.found(block) for block in blocks[:is_there]]
+            table += [self._entered.get(block) for block in blocks[is_there:]]
+            if self._is_state(group):  # between the states it begins and ends with there is none
+                table = [copy for copy in table if copy is not None]
+                start, blocks = limit - len(table), []
+            for copy in table:
+                self.queue.pin(copy)
+            allocation.first[group], allocation.tables[group] = start, table
+            if group in self.rules:
+                places = zip(range(start, limit), blocks, table, strict=False)
+                self._unnamed.update((block, (allocation, at)) for at, block, copy in places if copy is None)
+            self._later.append(partial(self._let_go, allocation, group, first))
+        allocation.heard = limit
+        if limit and allocation.ended_at is None:
+            self._tips[keys[limit - 1]] = allocation
         if allocation.ended_at is not None:
-            self._finish_if_heard(allocation)
+            self._later.append(partial(self._finish_if_heard, allocation))
 
-    def _grow(self, allocation: SharedAllocation, start: int) -> None:
-        """Its answer has filled the blocks from ``start`` on."""
+    def _grow(self, allocation: SharedAllocation) -> None:
+        """Its answer has filled all blocks that it is known to have, and begins the next."""
+        keys = allocation.keys
         for group in self.groups:
-            for key in allocation.keys[start:]:
-                self._pin((group, key))
-            left = allocation.keys[self.first_held(group, start) : self.first_held(group, len(allocation.keys))]
-            for key in reversed(left):
-                self._unpin((group, key))
+            for at in range(allocation.heard, len(keys)):
+                block = self.block(group, keys[at])
+                copy = self._entered.get(block)
+                allocation.tables[group].append(copy)
+                self.queue.pin(copy)
+                if copy is None:
+                    self._unnamed[block] = allocation, at
+            first = self.first_held(group, len(keys) * self.block_tokens + 1)
+            self._later.append(partial(self._let_go, allocation, group, first))
+        allocation.heard = len(keys)
+
+    def _let_go(self, allocation: SharedAllocation, group: int, first: int) -> None:
+        """It holds a group's blocks from ``first`` on. State is let go of one after the other."""
+        table, left = allocation.tables[group], max(0, first - allocation.first[group])
+        gone = table[:left] if self._is_state(group) else table[:left][::-1]
+        del table[:left]
+        allocation.first[group] += left
+        for copy in gone:
+            self.queue.unpin(copy)
+        for copy in self._states.pop(group, ()):
+            if copy not in self.queue.pins:
+                self.queue.use(copy)
+
+    def _is_state(self, group: int) -> bool:
+        return group in self.rules and self.rules[group].is_state
 
     def _finish_if_heard(self, allocation: SharedAllocation) -> None:
-        if len(allocation.keys) == allocation.prompt_blocks or (self.dense_group, allocation.keys[-1]) in self.order:
+        if len(allocation.keys) == allocation.heard or allocation.keys[-1] in self.queue:
             self._finish(allocation)
         else:
             self.pending[allocation] = None
@@ -190,56 +236,28 @@ class SharedPool:
         self._untip(allocation)
         del self.running[allocation]
         for group in self.groups:
-            for key in reversed(allocation.keys[self.first_held(group, len(allocation.keys)) :]):
-                self._unpin((group, key))
+            for copy in reversed(allocation.tables[group]):
+                self.queue.unpin(copy)
 
     def _untip(self, allocation: SharedAllocation) -> None:
         if allocation.keys and self._tips.get(allocation.keys[-1]) is allocation:
             del self._tips[allocation.keys[-1]]
 
-    def first_held(self, group: int, end: int) -> int:
-        """Of a context of so many blocks, the first that a group holds on to."""
-        return self.rules[group].first_needed(end) if group in self.rules else 0
-
-    # --- blocks ---------------------------------------------------------------------------------------
-
-    def _pin(self, block: Block) -> None:
-        pins = self.pins.get(block, 0)
-        self.pins[block] = pins + 1
-        if not pins and block not in self.order:
-            self._nameless += 1
-
-    def _unpin(self, block: Block) -> None:
-        pins = self.pins.pop(block, 0)
-        if pins > 1:
-            self.pins[block] = pins - 1
-        elif block in self.order:
-            self.order.move_to_end(block)
-        elif pins:
-            self._nameless -= 1
-
     def _changes(self) -> None:
-        """Something else than a block of a window group comes."""
-        self._forecast = None
-        for group, keys in self._left:
-            for key in reversed(keys):
-                if (group, key) in self.order and (group, key) not in self.pins:
-                    self.order.move_to_end((group, key))
-        self._left.clear()
+        """Something else than a block of a sparse group comes."""
+        self._is_fresh = False
+        self._settle_later()
 
-    def _enter(self, block: Block) -> None:
-        if block in self.order:
-            self.order.move_to_end(block)
-            return
-        self.order[block] = None
-        if block in self.pins:
-            self._nameless -= 1
+    def _settle_later(self) -> None:
+        for what in self._later:
+            what()
+        self._later.clear()
+        self._unnamed.clear()
+        self._states.clear()
 
-    def _leave(self, block: Block) -> None:
-        if block in self.order:
-            del self.order[block]
-            if block in self.pins:
-                self._nameless += 1
+    def _enter(self, block: Block) -> Copy:
+        copy = self._entered[block] = self.queue.enter(block)
+        return copy
 
     # --- events ---------------------------------------------------------------------------------------
 
@@ -249,7 +267,7 @@ class SharedPool:
             return
         self._changes()
         for key in reversed(keys):
-            self._enter((self.dense_group, key))
+            self._enter(key)
         heard = self._awaited and not self._awaited.keys().isdisjoint(keys)
         if heard:
             for at, key in enumerate(keys):
@@ -257,75 +275,106 @@ class SharedPool:
                 if waiting and (key == keys[-1] or waiting[0].ended_at is not None):
                     self._heard_of(waiting[0], at + 1)
         elif parent is not None and (allocation := self._tips.pop(parent, None)) is not None:
-            start = len(allocation.keys)
             allocation.keys.extend(keys)
             self._tips[keys[-1]] = allocation
-            self._grow(allocation, start)
+            self._grow(allocation)
+        self._entered.clear()
 
     def _heard_of(self, allocation: SharedAllocation, stored: int) -> None:
         if allocation in self.running:  # the last of its answer
             self._settle(allocation)
-            self._grow(allocation, allocation.prompt_blocks)
-            self._finish(allocation)
+            self._grow(allocation)
+            self._later.append(partial(self._finish, allocation))
         else:
             self._hear(allocation, max(0, allocation.prompt_blocks - stored))
 
     def gained(self, group: int, key: int) -> None:
-        """The rank stored a copy of a block of a window group."""
-        self._forecast = None
+        """The rank stored a copy of a block of a sparse group."""
+        self._is_fresh = False
         self._sparse_copies += 1
-        self._enter((group, key))
+        block = self.block(group, key)
+        copy = self._enter(block)
+        if self._is_state(group):
+            self._states.setdefault(group, []).append(copy)
+        elif (place := self._unnamed.pop(block, None)) is not None:
+            allocation, at = place
+            if at >= allocation.first[group]:
+                allocation.tables[group][at - allocation.first[group]] = copy
+                self.queue.pins[copy] = 1
+                self.queue.nameless -= 1
 
-    def lost(self, group: int, key: int, *, is_last: bool) -> None:
-        """The rank gave a copy of a block of a window group up."""
+    def lost(self, group: int, key: int) -> None:
+        """The rank gave a copy of a block of a sparse group up."""
         self._changes()
         self._sparse_copies = max(0, self._sparse_copies - 1)
-        if is_last:
-            self._leave((group, key))
+        self.queue.leave(self.block(group, key))
+
+    def lost_twin(self, key: int) -> None:
+        """The rank gave up one of several copies of a block of the dense group."""
+        self._changes()
+        self.queue.leave(key)
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave up blocks of the dense group, of which it held so many ``copies`` before."""
         self._changes()
-        if copies:
+        if copies and not self._is_known:
             full = copies + self._sparse_copies + sum(not self.keeps_all.get(group, False) for group in self.rules)
-            self._blocks = max(self._blocks or 0, full)  # a window's block that is not kept is held as it is filled
+            self._blocks = max(self._blocks or 0, full)  # a sparse group's block is held as it is filled
         for key in keys:
-            self._leave((self.dense_group, key))
+            self.queue.leave(key)
 
     def cleared(self) -> None:
         """The rank's cache was emptied."""
         self._changes()
+        self._forecast = None
         self._sparse_copies = 0
-        for block in list(self.order):
-            self._leave(block)
+        self.queue.clear()
 
     # --- the forecast -----------------------------------------------------------------------------------
 
-    def forecast(self, *, copies: int) -> SharedForecast | None:
-        """What will be there, or None where all will. The rank holds so many ``copies`` of the dense group's blocks."""
-        if not self.pending or self._blocks is None or len(self.pending) > MAX_PENDING:
+    def forecast(self, *, copies: int, is_spared: bool = False) -> SharedForecast | None:
+        """What will be there, or None where all will. The rank holds so many ``copies`` of the dense group's blocks.
+
+        A pool that ``is_spared`` the work tells what it last knew.
+        """
+        if self._blocks is None or len(self.pending) > MAX_PENDING:
             return None
+        self._settle_later()
         groups = len(self.groups)
-        taken = groups * sum(len(allocation.keys) + 1 for allocation in self.pending)
-        room = max(0, self._blocks - copies - self._sparse_copies - self._nameless - groups * len(self.running))
-        if room >= taken or taken > MAX_TAKEN:
+        grown = sum(self.unheard_blocks(each) for each in self.running)
+        room = self._blocks - copies - self._sparse_copies - self.queue.nameless - groups * len(self.running)
+        if not self._is_known:
+            room = max(0, room)
+        taken = groups * (grown + sum(len(each.keys) + 1 for each in self.pending))
+        if room >= taken or taken - room > MAX_TAKEN:
             return None
-        if self._forecast is None:
-            self._changes()
-            free = self._blocks - len(self.pins) - groups * len(self.running)
+        if not is_spared and not (self._is_fresh and self._foretold == (room, grown)):
+            free = self._blocks - len(self.queue.pins) - groups * len(self.running)
             self._forecast = SharedForecast(self, self._due(), room=room, free=free)
+            self._foretold = room, grown
+            self._is_fresh = True
+            self.forecasts_made += 1
         return self._forecast
 
-    def _due(self) -> Iterable[tuple[SharedAllocation, bool]]:
-        """The requests of which events are due as they begin, and (True) end: first those that have answered."""
-        happened: list[tuple[int, SharedAllocation, bool]] = []
+    def unheard_blocks(self, allocation: SharedAllocation) -> int:
+        """How many blocks its answer has filled of which no event has told."""
+        heard = max(0, allocation.heard - allocation.prompt_blocks)
+        return max(0, allocation.filled(block_tokens=self.block_tokens) - heard)
+
+    def _due(self) -> Iterable[tuple[SharedAllocation, Due]]:
+        """What has happened by now that no event told of: answers that grew, then requests that began or ended, in the
+        order in which they did, then those that wait.
+        """
+        yield from ((each, Due.GROWS) for each in self.running if self.unheard_blocks(each))
+        happened: list[tuple[int, SharedAllocation, Due]] = []
         for allocation in self.pending:
             if allocation.begun_at is not None and allocation not in self.running:
-                happened.append((allocation.begun_at, allocation, False))
+                happened.append((allocation.begun_at, allocation, Due.BEGINS))
             if allocation.ended_at is not None:
-                happened.append((allocation.ended_at, allocation, True))
-        yield from ((allocation, ends) for _, allocation, ends in sorted(happened, key=lambda each: (each[0], each[2])))
-        yield from ((allocation, False) for allocation in self.pending if allocation.begun_at is None)
+                happened.append((allocation.ended_at, allocation, Due.ENDS))
+        happened.sort(key=lambda each: (each[0], each[2] is Due.ENDS))
+        yield from ((allocation, due) for _, allocation, due in happened)
+        yield from ((allocation, Due.BEGINS) for allocation in self.pending if allocation.begun_at is None)
 
 
 #: What a request takes of either pool.

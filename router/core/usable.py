@@ -42,12 +42,31 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one group of one rank asks for. ``needed`` is in blocks (window) or tokens (chunk)."""
+    """What one group of one rank asks for. ``needed`` is in blocks (window) or tokens (chunk).
+
+    ``window_tokens`` are those that a query sees, itself included; 0 for recurrent state, which is of the last alone.
+    """
 
     kind: Kind
     stride: int = 1
     needed: int = 0
     unit_tokens: int = 1
+    window_tokens: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block is the state behind all tokens before, and a request holds the last one alone."""
+        return self.kind is Kind.WINDOW and not self.window_tokens
+
+    def first_held(self, tokens: int, *, block_tokens: int) -> int:
+        """The first block that a request holds on to, of which so many tokens are computed."""
+        match self.kind:
+            case Kind.WINDOW:
+                return max(0, tokens - (self.window_tokens or 2) + 1) // block_tokens
+            case Kind.CHUNK:
+                return tokens // self.needed * self.needed // block_tokens
+            case _:
+                return 0
 
     def first_needed(self, end: int) -> int:
         """The first block that must be held for a boundary after ``end`` blocks."""
@@ -102,7 +121,8 @@ def rule_of(
     match _KINDS.get(kind, Kind.UNUSED):
         case Kind.WINDOW:
             blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
-            return Rule(Kind.WINDOW, stride, max(1, blocks) + geometry.eagle)
+            needed = max(1, blocks) + geometry.eagle
+            return Rule(Kind.WINDOW, stride, needed, window_tokens=window_tokens or 0)
         case Kind.CHUNK if geometry.chunk_tokens:
             return Rule(Kind.CHUNK, stride, geometry.chunk_tokens, unit_tokens)
         case Kind.DENSE | Kind.CHUNK:  # a chunk of unknown size is taken for all there is
@@ -140,17 +160,18 @@ def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Ru
     step = math.lcm(align, stride) // stride  # blocks from one boundary to the next
     end = depth // stride // step * step
 
-    def held(block: int) -> bool:
-        return bool((mask(keys[(block + 1) * stride - 1]) or 0) & bit)
+    def held(start: int, stop: int) -> list[int]:
+        return [(value or 0) & bit for value in map(mask, keys[(start + 1) * stride - 1 : stop * stride : stride])]
 
     if rule.kind is Kind.WINDOW:
-        block = end - 1
-        while block >= 0 and end - block <= rule.needed:
-            if not held(block):
-                end = block - block % step
-                block = end
-            block -= 1
+        first = stop = end
+        while first and end - first < rule.needed:  # below are those not looked at yet
+            first, stop = max(0, end - rule.needed), first
+            for block, is_held in zip(range(stop - 1, first - 1, -1), reversed(held(first, stop)), strict=True):
+                if not is_held and block < end:
+                    end = block - block % step
     else:
-        missing = next((block for block in range(rule.first_needed(end), end) if not held(block)), end)
+        first = rule.first_needed(end)
+        missing = next((block for block, is_held in enumerate(held(first, end), first) if not is_held), end)
         end = missing - missing % step
     return end * stride

@@ -106,9 +106,13 @@ class Fleet:
         models: frozenset[str],
         block_tokens: int | None,
         pool_tokens: int | None,
+        pool_blocks: int | None = None,
         cards: Mapping[str, ModelCard] | None = None,
     ) -> int:
-        """Know a rank, PENDING at first. Returns its slot: the lowest that is free."""
+        """Know a rank, PENDING at first. Returns its slot: the lowest that is free.
+
+        ``pool_blocks`` are for all groups of layers together.
+        """
         slot = next(number for number in range(len(self._members) + 1) if number not in self._members)
         pace = prior(
             self._settings.prefill_tokens_per_second,
@@ -124,6 +128,7 @@ class Fleet:
             learner=PaceLearner(pace, self._peers.setdefault(models, PacePeers())),
             load=self.loads.load(slot),
             pool_tokens=pool_tokens,
+            pool_blocks=pool_blocks,
             cards=cards or {},
         )
         self._members[slot] = member
@@ -297,7 +302,7 @@ class Fleet:
         if blocks and member.target.engine is Engine.VLLM:
             blocks -= 1  # one stands for no block at all
         is_radix = member.target.engine is Engine.SGLANG
-        pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks)
+        pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks, all_blocks=member.pool_blocks)
         member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
         self._measure(member)
 

@@ -47,6 +47,7 @@ class Member:
     trust: Trust = field(default_factory=Trust)
     residency: Residency = field(default_factory=Residency)
     pool_tokens: int | None = None
+    pool_blocks: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None

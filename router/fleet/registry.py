@@ -48,6 +48,7 @@ class Ranks(Picture, Protocol):
         models: frozenset[str],
         block_tokens: int | None,
         pool_tokens: int | None,
+        pool_blocks: int | None,
         cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
@@ -346,6 +347,7 @@ class Registry:
             models=frozenset(info.models),
             block_tokens=info.block_tokens,
             pool_tokens=info.pool_tokens,
+            pool_blocks=info.pool_blocks,
             cards=info.cards,
         )
 

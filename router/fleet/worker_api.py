@@ -47,6 +47,8 @@ class WorkerInfo:
     identity: str | None
     part: Part = WHOLE
     bootstrap_port: int | None = None
+    #: Of one rank, for all groups of layers together.
+    pool_blocks: int | None = None
     #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
     cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
@@ -112,6 +114,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         or _number(cache.get("block_size"))
         or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
+        pool_blocks=_pool_blocks(cache, dp_size=dp_size),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
         bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),
@@ -332,6 +335,12 @@ def _pool_tokens(
         ranks = dp_size if engine is Engine.VLLM else 1  # vLLM counts the blocks of all its ranks together
         return blocks * block_tokens // ranks
     return _number((server or {}).get("max_total_num_tokens"))
+
+
+def _pool_blocks(cache: Mapping[str, str], *, dp_size: int) -> int | None:
+    """Blocks of one rank of vLLM, by the labels of ``vllm:cache_config_info``, one of which stands for no block."""
+    blocks = _number(cache.get("num_gpu_blocks"))
+    return blocks // dp_size - 1 if blocks else None
 
 
 def _identity(sources: Sequence[EventSource], families: Mapping[str, Metric]) -> str | None:

@@ -15,7 +15,8 @@ from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
 from router.core.radix_pool import RadixPool
-from router.core.shared_pool import AnyAllocation
+from router.core.shared_allocation import SharedAllocation
+from router.core.shared_pool import AnyAllocation, SharedPool
 from router.core.types import Engine, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -58,13 +59,14 @@ class Promises:
         if (pool := index.pool(member.slot)) is None:
             return None
         stride = index.stride(member.slot)
-        blocks = prepared.prompt_tokens // (stride * index.block_tokens) + 1  # with room for the first token
+        whole, begun_tokens = divmod(prepared.prompt_tokens, stride * index.block_tokens)
+        blocks = whole + 1  # with room for the first token
         ends = prepared.keys(index.block_tokens)[stride - 1 :: stride]
-        return (
-            pool.sent(ends, blocks=blocks, want=prepared.want)
-            if isinstance(pool, RadixPool)
-            else pool.sent(ends, blocks=blocks)
-        )
+        if isinstance(pool, RadixPool):
+            return pool.sent(ends, blocks=blocks, want=prepared.want)
+        if isinstance(pool, SharedPool):
+            return pool.sent(ends, blocks=blocks, begun_tokens=begun_tokens)
+        return pool.sent(ends, blocks=blocks)
 
     @staticmethod
     def _note_namespace(member: Member, index: PrefixIndex, prepared: PreparedRequest) -> None:
@@ -145,8 +147,10 @@ class Promises:
 
     @staticmethod
     def grows(allocation: AnyAllocation | None, generated: Callable[[], int]) -> None:
-        """Its answer has so many tokens by now, which takes room; only SGLang does not tell of it as it goes."""
-        if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
+        """Its answer has so many tokens by now, which takes room, of which events tell late or not at all."""
+        if isinstance(allocation, SharedAllocation) or (
+            isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool)
+        ):
             allocation.pool.grows(allocation, generated)
 
     def leave(

@@ -1,5 +1,5 @@
 """The forecast for groups that share a pool against an engine that keeps every block: vLLM's queue of free blocks, and
-what its window and full attention managers do with it, without anything clever.
+what its managers of windows, chunks, recurrent state and full attention do with it, without anything clever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
-from router.core.shared_pool import SharedAllocation, SharedPool
+from router.core.shared_allocation import SharedAllocation
+from router.core.shared_pool import SharedPool
+from router.core.usable import Geometry
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
 
@@ -26,6 +28,13 @@ PROMPTS = st.tuples(st.sampled_from(CONVERSATIONS), st.integers(1, 8)).map(lambd
 
 #: A block's group and the prefix it stands for.
 Name = tuple[int, str]
+#: A group's kind, and the blocks of its window or chunk.
+Group = tuple[str, int]
+#: All chunks are of so many blocks.
+CHUNK = 3
+WINDOW_GROUPS = st.integers(1, 3).map(lambda blocks: ("sliding_window", blocks))
+GROUPS = st.one_of(WINDOW_GROUPS, st.sampled_from([("mamba", 1), ("chunked_local_attention", CHUNK)]))
+FULL = ("full_attention", 0)
 
 
 @dataclass
@@ -38,14 +47,14 @@ class Running:
 
 @dataclass
 class Engine:
-    """``windows`` has the length of each window group's window in blocks; the group behind them is full attention.
+    """The last group is full attention. ``free`` is in the order in which blocks are taken.
 
-    ``free`` is in the order in which blocks are taken. ``keeps_all``: windows cache every block, or only what lies
-    before a prompt's end and before the end of what full attention alone had.
+    ``keeps_all``: windows cache every block, or only what lies before a prompt's end and before the end of what full
+    attention alone had. State is kept where the prompt ends.
     """
 
     blocks: int
-    windows: list[int]
+    kinds: list[Group]
     keeps_all: bool
     free: list[int] = field(init=False)
     names: dict[int, Name] = field(default_factory=dict)
@@ -59,14 +68,25 @@ class Engine:
 
     @property
     def groups(self) -> range:
-        return range(len(self.windows) + 1)
+        return range(len(self.kinds))
 
     def first_held(self, group: int, end: int) -> int:
-        return 0 if group == len(self.windows) else max(0, end - self.windows[group])
+        """For what follows a prompt's first ``end`` blocks."""
+        kind, blocks = self.kinds[group]
+        match kind:
+            case "full_attention":
+                return 0
+            case "chunked_local_attention":
+                return end // blocks * blocks
+            case _:
+                return max(0, end - blocks)
+
+    def is_state(self, group: int) -> bool:
+        return self.kinds[group][0] == "mamba"
 
     def known(self, prompt: str) -> int:
         """Of full attention alone."""
-        dense = len(self.windows)
+        dense = len(self.kinds) - 1
         ends = range(1, len(prompt) + 1)
         return next((end - 1 for end in ends if (dense, prompt[:end]) not in self.cached), len(prompt))
 
@@ -93,27 +113,32 @@ class Engine:
             for group in self.groups
         }
         touched = [block for table in tables.values() for block in table if block is not None]
-        if len(self.free) - len([block for block in touched if block in self.free]) < len(self.groups) * (
-            len(prompt) + 1 - found
-        ):
+        ends = {len(prompt), max(known, found)} - {found}
+        new = {group: 1 + (len(ends) if self.is_state(group) else len(prompt) - found) for group in self.groups}
+        if len(self.free) - len([block for block in touched if block in self.free]) < sum(new.values()):
             return None
         self.free = [block for block in self.free if block not in touched]
         self.held.update(touched)
-        for table in tables.values():
-            table += [self.take() for _ in range(len(prompt) + 1 - found)]
-        ends = [len(prompt), known] if known > found else [len(prompt)]
+        for group, table in tables.items():
+            table += [
+                None if self.is_state(group) and at + 1 not in ends and at < len(prompt) else self.take()
+                for at in range(found, len(prompt) + 1)
+            ]
         running = Running(prompt, tables)
         for group in self.groups:
             kept = [
                 at
                 for at in range(found, len(prompt))
-                if group == len(self.windows)
-                or self.keeps_all
-                or any(end - self.windows[group] <= at < end for end in ends)
+                if tables[group][at] is not None
+                and (self.keeps(group) or any(self.first_held(group, end) <= at < end for end in ends))
             ]
             self.store(running, group, found, kept)
         self.stepping.append(running)
         return running
+
+    def keeps(self, group: int) -> bool:
+        kind, _ = self.kinds[group]
+        return kind in ("full_attention", "chunked_local_attention") or (kind == "sliding_window" and self.keeps_all)
 
     def take(self) -> int:
         block = self.free.pop(0)
@@ -134,7 +159,7 @@ class Engine:
             assert block is not None
             self.names[block] = (group, text[: at + 1])
             self.cached.setdefault((group, text[: at + 1]), []).append(block)
-        window = self.windows[group] if group < len(self.windows) else None
+        kind, blocks = self.kinds[group]
         self.events.append(
             BlockStored(
                 tuple(name_of(text[: at + 1]) for at in kept),
@@ -142,8 +167,8 @@ class Engine:
                 tokens_of(text)[BLOCK * start :],
                 BLOCK,
                 group=group,
-                kind="full_attention" if window is None else "sliding_window",
-                window_tokens=None if window is None else BLOCK * window + 1,
+                kind=kind,
+                window_tokens=BLOCK * blocks + 1 if kind == "sliding_window" else None,
             )
         )
 
@@ -154,9 +179,11 @@ class Engine:
         self.stepping.clear()
 
     def slide(self, running: Running) -> None:
+        """State is let go of one after the other, all else the last first."""
+        end = len(running.text)
         for group in self.groups:
-            table, first = running.tables[group], self.first_held(group, len(running.text))
-            self.let_go(table[:first])
+            table, first = running.tables[group], end if self.is_state(group) else self.first_held(group, end)
+            self.let_go(table[:first] if self.is_state(group) else table[:first][::-1])
             table[:first] = [None] * first
 
     def answer(self, running: Running, letter: str) -> None:
@@ -164,21 +191,22 @@ class Engine:
         at = len(running.text)
         running.text += letter
         for group in self.groups:
-            self.store(running, group, at, [at] if group == len(self.windows) or self.keeps_all else [])
+            self.store(running, group, at, [at] if self.keeps(group) else [])
         self.slide(running)
         for table in running.tables.values():
             table.append(self.take())
 
     def finish(self, running: Running) -> None:
         for group in self.groups:
-            self.let_go(running.tables[group])
+            self.let_go(running.tables[group][::-1])
 
-    def let_go(self, table: list[int | None]) -> None:
-        """The last first; what is not cached is taken next."""
-        for block in reversed(table):
+    def let_go(self, blocks: list[int | None]) -> None:
+        """Of those that nobody holds any more the first goes first; what is not cached is taken next."""
+        gone = []
+        for block in blocks:
             if block is not None:
                 self.held[block] -= 1
-        gone = [block for block in reversed(table) if block is not None and not self.held[block]]
+                gone += [] if self.held[block] else [block]
         self.free[:0] = [block for block in gone if block not in self.names]
         self.free += [block for block in gone if block in self.names]
 
@@ -208,13 +236,12 @@ class Asked:
 class SharedForecastMachine(RuleBasedStateMachine):
     """Requests are sent, scheduled in order and ended; their events come late. All are looked up at any moment."""
 
-    @initialize(
-        blocks=st.integers(12, 60), windows=st.lists(st.integers(1, 3), min_size=1, max_size=2), keeps_all=st.booleans()
-    )
-    def start(self, blocks: int, windows: list[int], keeps_all: bool) -> None:
-        self.engine = Engine(blocks, windows, keeps_all)
+    @initialize(blocks=st.integers(12, 60), kinds=st.lists(GROUPS, min_size=1, max_size=2), keeps_all=st.booleans())
+    def start(self, blocks: int, kinds: list[Group], keeps_all: bool) -> None:
+        self.engine = Engine(blocks, [*kinds, FULL], keeps_all)
         self.index = PrefixIndex(block_tokens=BLOCK)
-        self.index.add_rank(0, domain="engine", pool=Pool(None))
+        geometry = Geometry(chunk_tokens=CHUNK * BLOCK)
+        self.index.add_rank(0, domain="engine", geometry=geometry, pool=Pool(None, all_blocks=blocks))
         self.had_copies = False
         self.waiting: list[Asked] = []
         self.scheduled: list[Asked] = []  # their events are under way
@@ -226,8 +253,8 @@ class SharedForecastMachine(RuleBasedStateMachine):
         self.apply()
         pool = self.index.pool(0)
         assert isinstance(pool, SharedPool)
-        pool._blocks = blocks
-        self.index._ranks[0].keeps_all.update(dict.fromkeys(pool.rules, keeps_all))  # as longer prompts would show
+        windows = [group for group, (kind, _) in enumerate(kinds) if kind == "sliding_window"]
+        self.index._ranks[0].keeps_all.update(dict.fromkeys(windows, keeps_all))  # as longer prompts would show
         self.pool = pool
 
     def apply(self) -> None:

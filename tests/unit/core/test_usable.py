@@ -77,9 +77,14 @@ def test_groups_can_push_one_another_down_to_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "window_tokens", "eagle", "expected"),
     [
-        ("sliding_window", 65, False, Rule(Kind.WINDOW, 1, 4)),  # 64 tokens before the query: 4 blocks of 16
-        ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5)),
-        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5)),
+        (
+            "sliding_window",
+            65,
+            False,
+            Rule(Kind.WINDOW, 1, 4, window_tokens=65),
+        ),  # 64 tokens before the query: 4 blocks of 16
+        ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5, window_tokens=66)),
+        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5, window_tokens=65)),
         ("mamba", None, False, Rule(Kind.WINDOW, 1, 1)),
         ("full_attention", None, False, Rule(Kind.DENSE, 1)),
         (None, None, False, Rule(Kind.DENSE, 1)),

@@ -1,0 +1,62 @@
+"""What one request takes of a pool that groups share (``core/shared_pool``)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from router.core.block_queue import Copy
+
+if TYPE_CHECKING:
+    from router.core.shared_pool import SharedPool
+
+
+class Due(StrEnum):
+    """What a request has done, or will do, that no event has told of."""
+
+    BEGINS = "begins"
+    GROWS = "grows"
+    ENDS = "ends"
+
+
+@dataclass(slots=True, eq=False)
+class SharedAllocation:
+    """The blocks of one request: ``keys`` of the whole ones, the first ``prompt_blocks`` of its prompt; in each group
+    it has one more, which is begun. Once it has been heard of, ``heard`` of them are known to be its own: of each group
+    ``tables`` has those from block ``first`` on that it holds, None for what is not cached.
+    ``sent_at``, ``begun_at`` and ``ended_at`` count what has happened in the pool.
+    """
+
+    pool: SharedPool
+    keys: array[int]
+    prompt_blocks: int
+    prompt_tokens: int
+    sent_at: int
+    begun_at: int | None = None
+    ended_at: int | None = None
+    generated: Callable[[], int] | None = None
+    heard: int = 0
+    first: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[Copy | None]] = field(default_factory=dict)
+    awaited: list[int] = field(default_factory=list)
+
+    def begun(self) -> None:
+        """It has its blocks."""
+        self.pool.begun(self)
+
+    def ended(self, keys: Sequence[int]) -> None:
+        """It is over, and leaves these blocks."""
+        self.pool.ended(self, keys)
+
+    def forget(self) -> None:
+        """It failed, or its events did not come in time."""
+        self.pool.forget(self)
+
+    def filled(self, *, block_tokens: int) -> int:
+        """How many blocks its answer has filled by now, as far as its tokens tell."""
+        if self.generated is None or self.ended_at is not None:
+            return 0
+        return (self.prompt_tokens + self.generated() - 1) // block_tokens - self.prompt_blocks
