@@ -105,7 +105,7 @@ class PrefixIndex(Residency):
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens)
-        forecasts = self._foretell(depths, keys, want or Want(prompt_tokens))
+        forecasts = self._foretell(depths, keys, want)
         for slot, depth in depths.items():
             rank = self._ranks[slot]
             units = self._boundary(rank, keys, depth, forecasts.get(slot)) if rank.rules else depth
@@ -115,7 +115,7 @@ class PrefixIndex(Residency):
                 reusable[slot] = units * self.block_tokens
         return reusable
 
-    def _foretell(self, depths: dict[int, int], keys: Sequence[int], want: Want) -> Mapping[int, SharedForecast]:
+    def _foretell(self, depths: dict[int, int], keys: Sequence[int], want: Want | None) -> Mapping[int, SharedForecast]:
         """Shorten the prefix of ranks whose pool will have given up its end when the request comes to it.
 
         Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it. Returns
@@ -123,7 +123,11 @@ class PrefixIndex(Residency):
         """
         ranks = self._ranks
         forecasts: dict[int, SharedForecast] = {}
-        slots = [slot for slot in depths if (pool := ranks[slot].pool) is not None and pool.is_moving]
+        slots = [
+            slot
+            for slot in depths
+            if (pool := ranks[slot].pool) is not None and (pool.pending or (type(pool) is not Pool and pool.is_moving))
+        ]
         if len(slots) > MOST_MADE:
             slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
         made = 0

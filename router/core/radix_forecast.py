@@ -17,7 +17,7 @@ Which prompts are in one batch is the engine's secret: taken for one are those b
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -26,7 +26,7 @@ from router.core.recency import Recency, Stretch
 
 #: So many answers are let end until a prompt that waits is let in, on a rank that generates no more than so many.
 _MOST_ENDS = 4
-_MOST_ROWS = 64
+_MOST_ROWS = 16
 #: The share of its bound that the engine expects an answer to take (``SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`` of 0.7).
 _EXPECTED_RATIO = 0.1
 #: No answer is reserved more for (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
@@ -99,13 +99,19 @@ class RadixForecast(Forecast):
         self,
         order: Recency,
         unheard: Iterable[Unheard],
-        running: Mapping[Allocation, Row],
+        running: Collection[Allocation],
         *,
+        rows: Callable[[], dict[Allocation, Row]],
+        own_pages: int,
+        due_tokens: float,
         blocks: int,
         room: int,
         page_tokens: int,
         heard: int,
     ) -> None:
+        """The requests ``running`` have so many pages of their own, and so many tokens are kept free for them; ``rows``
+        tells which is whose.
+        """
         super().__init__(order, (), room=room)
         self._blocks = blocks
         self._page_tokens = page_tokens
@@ -114,9 +120,13 @@ class RadixForecast(Forecast):
         self._cuts: dict[Stretch, list[int]] = {}  # of what was used anew: where its nodes end
         self._used: dict[tuple[Stretch, int], None] = {}  # such nodes, those used longest ago first
         self._released: dict[Stretch, int] = {}  # pins that are no more
-        self._rows = dict(running)
-        self._pinned = dict.fromkeys(running)  # of which the tree itself knows that they hold on to it
-        self._locked: dict[Stretch, int] | None = None  # all that is held on to, as far as it has been gathered
+        self._running = running
+        self._ask_rows: Callable[[], dict[Allocation, Row]] | None = rows
+        self._rows: dict[Allocation, Row] = {}
+        self._own_pages = own_pages
+        self._due_tokens = due_tokens
+        self._unpinned_pages = 0
+        self._locked: dict[Stretch, int] | None = None  # what is held on to and not pinned, once it has been gathered
         self._locked_pages = 0
         self._found: dict[Allocation, int] = {}
         self._fresh: list[Unheard] = []  # being computed
@@ -172,7 +182,7 @@ class RadixForecast(Forecast):
 
     def wait(self, keys: Sequence[int], want: Want) -> None:
         """Go on until it is let in. Nobody else may be asked for afterwards."""
-        for _ in range(_MOST_ENDS if len(self._rows) <= _MOST_ROWS else 0):
+        for _ in range(_MOST_ENDS if len(self._running) + len(self._rows) <= _MOST_ROWS else 0):
             if not self._queue:
                 self._use(keys)
             self._launch()
@@ -188,28 +198,29 @@ class RadixForecast(Forecast):
         found = lockable = 0
         for stretch, count in self._path(keys[: (want.prompt_tokens - 1) // page]):
             left = min(count, self._left_of(stretch))
-            lockable += max(0, left - locked.get(stretch, 0))
+            if not self._is_pinned(stretch):
+                lockable += max(0, left - locked.get(stretch, 0))
             found += left
             if left < count:
                 break
-        own = sum(row.own_pages(page) for row in self._rows.values())
         fresh = sum(len(each.keys) - self._found[each.allocation] for each in self._fresh)
-        free_tokens = (self._blocks - own - fresh - self._locked_pages - lockable) * page
-        taken = self._reserved_tokens + sum(row.reserved_tokens for row in self._rows.values())
-        return want.prompt_tokens - found * page + want.reserved_tokens + page < free_tokens - taken
+        held = self._order.pinned_blocks - self._unpinned_pages + self._locked_pages + lockable
+        free_tokens = (self._blocks - self._own_pages - fresh - held) * page
+        lacking_tokens = want.prompt_tokens - found * page
+        return lacking_tokens + want.reserved_tokens + page < free_tokens - self._reserved_tokens - self._due_tokens
+
+    def _is_pinned(self, stretch: Stretch) -> bool:
+        return stretch.pins > self._released.get(stretch, 0)
 
     def _gather(self) -> dict[Stretch, int]:
         self._locked, self._locked_pages = {}, 0
-        for allocation in self._pinned:
-            for stretch, count in self._order.path(allocation.keys[: allocation.pinned]):
-                self._lock(self._locked, stretch, count)
         for held in self._holds.values():
             for stretch, count in held.items():
                 self._lock(self._locked, stretch, count)
         return self._locked
 
     def _lock(self, locked: dict[Stretch, int], stretch: Stretch, count: int) -> None:
-        if (more := count - locked.get(stretch, 0)) > 0:
+        if not self._is_pinned(stretch) and (more := count - locked.get(stretch, 0)) > 0:
             locked[stretch] = count
             self._locked_pages += more
 
@@ -232,11 +243,16 @@ class RadixForecast(Forecast):
         self._reserved_tokens = 0
         self._take_pages(batch)
         for each in batch:
-            self._rows[each.allocation] = Row(each.want, 0)
+            row = self._rows[each.allocation] = Row(each.want, 0)
+            self._own_pages += row.own_pages(self._page_tokens)
+            self._due_tokens += row.reserved_tokens
 
     def _end_next(self) -> None:
         """The answers grow until one ends, or several together."""
         self._compute()
+        if self._ask_rows is not None:
+            self._rows = self._ask_rows() | self._rows
+            self._ask_rows = None
         page = self._page_tokens
         tokens = min((row.left_tokens for row in self._rows.values()), default=0)
         ended: list[Allocation] = []
@@ -255,13 +271,16 @@ class RadixForecast(Forecast):
                 self._touch(Stretch([0] * kept), kept)  # nobody knows its tokens yet
             self._let_go(allocation)
             self._enter(allocation.keys, None)
+        self._own_pages = sum(row.own_pages(page) for row in self._rows.values())
+        self._due_tokens = sum(row.reserved_tokens for row in self._rows.values())
 
     def _let_go(self, allocation: Allocation) -> None:
         self._locked = None
-        if allocation in self._pinned:
-            del self._pinned[allocation]
+        if allocation in self._running:
             for stretch, _ in self._order.path(allocation.keys[: allocation.pinned]):
                 self._released[stretch] = self._released.get(stretch, 0) + 1
+                if not self._is_pinned(stretch):
+                    self._unpinned_pages += len(stretch.keys)
         for stretch in self._holds.pop(allocation, ()):
             self._floor[stretch] = max([held.get(stretch, 0) for held in self._holds.values()], default=0)
 
@@ -375,10 +394,9 @@ class RadixForecast(Forecast):
         while self._room < blocks and (node := self._next_to_go()) is not None:
             stretch, end = node
             left = self._left_of(stretch)
-            is_pinned = stretch.pins > self._released.get(stretch, 0)
             cuts = self._cuts.get(stretch, ())
             start = cuts[place - 1] if (place := bisect_left(cuts, end)) else 0
-            stays = max(start, len(stretch.keys) if is_pinned else self._floor.get(stretch, 0))
+            stays = max(start, len(stretch.keys) if self._is_pinned(stretch) else self._floor.get(stretch, 0))
             if start < left <= end:
                 goes = max(0, left - stays)
                 self._left[stretch] = left - goes

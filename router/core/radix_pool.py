@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from router.core.forecast import MAX_PENDING, Allocation, Pool
 from router.core.radix_forecast import RadixForecast, Row, Unheard, Want
@@ -26,6 +26,7 @@ class RadixPool(Pool):
         self._wants: dict[Allocation, Want] = {}
         self._answers: dict[Allocation, Callable[[], int]] = {}
         self._silent: dict[int, dict[Allocation, None]] = {}  # untold answers, by their prompt's last page
+        self._foretold: RadixForecast | None = None  # it holds as long as ``_forecast``
         self._foretold_room = 0
 
     def sent(self, keys: Sequence[int], *, blocks: int, want: Want | None = None) -> Allocation:
@@ -131,36 +132,45 @@ class RadixPool(Pool):
         if not self.is_moving or self._blocks is None or len(self.pending) > MAX_PENDING or copies > self._blocks:
             return depth
         want = want or Want(len(keys) * self._page_tokens)
-        rows = {each: Row(self._wants[each], self._generated(each)) for each in self._running}
-        own = sum(row.own_pages(self._page_tokens) - (each in self._unheard) for each, row in rows.items())
-        room = max(0, self._blocks - copies - own)
-        reserved_tokens = want.prompt_tokens + want.reserved_tokens
+        own_pages, due_tokens = 0, 0.0
+        for each in self._running:
+            row = Row(self._wants[each], self._generated(each))
+            own_pages += row.own_pages(self._page_tokens)
+            due_tokens += row.reserved_tokens
+        begun_pages = sum(each in self._running for each in self._unheard)  # counted with their prompts
+        room = max(0, self._blocks - copies - own_pages + begun_pages)
+        reserved_tokens = want.prompt_tokens + want.reserved_tokens + math.ceil(due_tokens)
         reserved_tokens += sum(each.want.reserved_tokens for each in self._unheard.values())
-        reserved_tokens += math.ceil(sum(row.reserved_tokens for row in rows.values()))
-        spare_pages = 2 * (len(self.pending) + len(rows) + 1)
+        spare_pages = 2 * (len(self.pending) + len(self._running) + 1)
         if room >= self._pending_blocks + spare_pages + reserved_tokens // self._page_tokens:
             return depth
-        if self._forecast is None or room != self._foretold_room:
+
+        def foretell() -> RadixForecast:
+            assert self._blocks is not None, "else there is nothing to foretell"
+            return RadixForecast(
+                self._order,
+                self._unheard.values(),
+                self._running,
+                rows=self._rows,
+                own_pages=own_pages,
+                due_tokens=due_tokens,
+                blocks=self._blocks,
+                room=room,
+                page_tokens=self._page_tokens,
+                heard=self._heard,
+            )
+
+        if self._foretold is None or self._forecast is None or room != self._foretold_room:
             self._foretold_room = room
-            self._forecast = self._foretell(rows, room)
-        forecast = self._forecast
-        assert isinstance(forecast, RadixForecast), "nothing else is made here"
+            self._forecast = self._foretold = foretell()
+        forecast = self._foretold
         if not forecast.lets_in(keys, want):
-            forecast = self._foretell(rows, room)
+            forecast = foretell()
             forecast.wait(keys, want)
         return forecast.kept(keys, depth)
 
-    def _foretell(self, rows: Mapping[Allocation, Row], room: int) -> RadixForecast:
-        assert self._blocks is not None, "else there is nothing to foretell"
-        return RadixForecast(
-            self._order,
-            self._unheard.values(),
-            rows,
-            blocks=self._blocks,
-            room=room,
-            page_tokens=self._page_tokens,
-            heard=self._heard,
-        )
+    def _rows(self) -> dict[Allocation, Row]:
+        return {each: Row(self._wants[each], self._generated(each)) for each in self._running}
 
     def _generated(self, allocation: Allocation) -> int:
         answer = self._answers.get(allocation)

@@ -61,6 +61,7 @@ class Recency:
         self._by_first: dict[int, Stretch] = {}
         self._by_last: dict[int, Stretch] = {}
         self._gone: set[int] = set()  # out of turn: let go of with the block behind it
+        self.pinned_blocks = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -134,7 +135,8 @@ class Recency:
                 used = self._cut(stretch, count)
                 if not self._is_merged:
                     self._order.move_to_end(stretch)
-            used.pins = max(0, used.pins + pins)
+            if pins:
+                self._pin(used, by=pins)
             self._order.move_to_end(used)
         known = sum(count for _, count in path)
         if pins < 0:
@@ -145,14 +147,19 @@ class Recency:
         """A request no longer holds on to these blocks, which is no use of them."""
         path = self.path(keys)
         for stretch, _ in path:
-            stretch.pins = max(0, stretch.pins - 1)
+            self._pin(stretch, by=-1)
         self._let_go_behind(keys[sum(count for _, count in path) :])
 
     def _let_go_behind(self, keys: Sequence[int]) -> None:
         """Some that a request held on to went all the same: those behind them are let go of, too."""
         for key in keys:
             if (stretch := self._by_first.get(key)) is not None:
-                stretch.pins = max(0, stretch.pins - 1)
+                self._pin(stretch, by=-1)
+
+    def _pin(self, stretch: Stretch, *, by: int) -> None:
+        before, stretch.pins = stretch.pins, max(0, stretch.pins + by)
+        if bool(before) is not bool(stretch.pins):
+            self.pinned_blocks += len(stretch.keys) if stretch.pins else -len(stretch.keys)
 
     def remove(self, key: int) -> None:
         """The rank gave up a block that it had. Tails go first; one that went out of turn is let go of with the block
@@ -162,10 +169,12 @@ class Recency:
         if stretch is None:
             self._gone.add(key)
             return
-        first = stretch.keys[0]
+        first, before = stretch.keys[0], len(stretch.keys)
         stretch.keys.pop()
         while stretch.keys and stretch.keys[-1] in self._gone:
             self._gone.remove(stretch.keys.pop())
+        if stretch.pins:
+            self.pinned_blocks -= before - len(stretch.keys)
         if stretch.keys:
             self._by_last[stretch.keys[-1]] = stretch
         else:
@@ -180,6 +189,7 @@ class Recency:
         self._by_first.clear()
         self._by_last.clear()
         self._gone.clear()
+        self.pinned_blocks = 0
 
     def _cut(self, stretch: Stretch, count: int) -> Stretch:
         """Make the first blocks a stretch of their own and return it."""

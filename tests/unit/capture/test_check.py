@@ -42,8 +42,9 @@ def captured(name: str) -> Path:
         ("own-vllm-gemma3-small-pool", 84, 79),
         ("own-vllm-qwen3-bytes96", 83, 82),
         ("own-vllm-qwen3-full-pool", 82, 77),
-        ("own-sglang-qwen3-full-pool", 83, 82),
-        ("own-sglang-qwen3-tight-pool", 83, 74),
+        ("own-sglang-qwen3-full-pool", 83, 83),
+        ("own-sglang-qwen3-tight-pool", 83, 77),
+        ("own-sglang-qwen3-waiting", 80, 72),
         ("own-sglang-qwen3-page1", 49, 48),
     ],
 )
