@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from parity_rank import ParityRank
+from test_overlap import OverlappedRank
 from tiny_models import VOCAB, TinyModel, make_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,8 @@ from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
 from engine_shim.model.needle_text import facts, haystack
 from engine_shim.model.tokenizer import read_card
+from engine_shim.runner.shadow import ShadowRunner
+from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.types import Chunk, Request, Sampling, WindowTails
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
@@ -220,6 +223,24 @@ def test_a_replay_would_serve_any_step(tiny: TinyModel, decoder: Decoder, launch
     if tiny.family == "gemma3":  # the embedding's scale, which shows that such values are seen
         assert [values for *_, values in logs[0][0] if values is not None] == [8.0]
     assert {grid[0] for grid, _, _ in logs[0][1]} == {4}
+
+
+def test_a_step_ahead_reads_awaited_tokens_from_fixed_inputs(decoder: Decoder) -> None:
+    """Decodes launched before the tokens they run are known on the host answer as steps one by one do, by torch."""
+    plain, ahead = (OverlappedRank(decoder, overlaps=overlaps) for overlaps in (False, True))
+    ahead.runner = TorchRunner(decoder, ahead.layout, kernels=True, graph_decodes=2)
+    ahead.shadow = ShadowRunner(ahead.runner, ahead.layout, generations=ahead.scheduler.generations)
+    answers = []
+    for rank in (plain, ahead):
+        requests = [Request(name, (5, 7, len(name), 9), Sampling(6, ignore_eos=True)) for name in ("a", "bb")]
+        for request in requests:
+            rank.scheduler.add(request)
+        while rank.scheduler.has_work:
+            rank.step()
+        answers.append([request.output for request in requests])
+    assert answers[0] == answers[1]
+    assert ahead.ahead >= 4
+    assert ahead.runner._graphs.sizes == [2]
 
 
 def test_needles(tmp_path: Path) -> None:
