@@ -154,8 +154,8 @@ class Pool:
                     self._settle(allocation)
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
-        """The rank gave blocks up. Before, it held so many copies."""
-        if not self._is_known and not self.is_radix:
+        """The rank gave blocks up. Before, it held so many copies; 0 where that is not known."""
+        if copies and not self._is_known and not self.is_radix:
             self._blocks = max(self._blocks or 0, copies)
         for key in reversed(keys):
             self._order.remove(key)

@@ -258,7 +258,7 @@ class Residency(Blocks):
                 return
             gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
-                rank.pool.removed(gone, copies=copies)
+                rank.pool.removed(gone, copies=0 if rank.adopted.has_gaps else copies)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
         key, table = self._key(rank, name), self._sparse[group]

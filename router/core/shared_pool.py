@@ -315,7 +315,7 @@ class SharedPool:
         self.queue.leave(key)
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
-        """The rank gave up blocks of the dense group, of which it held so many ``copies`` before."""
+        """The rank gave up blocks of the dense group, of which it held so many ``copies`` before (0: not known)."""
         self._changes()
         if copies and not self._is_known:
             full = copies + self._sparse_copies + sum(not self.keeps_all.get(group, False) for group in self.rules)

@@ -148,9 +148,9 @@ class Promises:
     @staticmethod
     def grows(allocation: AnyAllocation | None, generated: Callable[[], int]) -> None:
         """Its answer has so many tokens by now, which takes room, of which events tell late or not at all."""
-        if isinstance(allocation, SharedAllocation) or (
-            isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool)
-        ):
+        if isinstance(allocation, SharedAllocation):
+            allocation.pool.grows(allocation, generated)
+        if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
             allocation.pool.grows(allocation, generated)
 
     def leave(

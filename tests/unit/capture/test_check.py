@@ -40,6 +40,8 @@ def captured(name: str) -> Path:
         ("own-vllm-gemma3-late-join", 78, 74),
         ("own-vllm-gemma3-reports", 78, 77),
         ("own-vllm-gemma3-small-pool", 84, 79),
+        ("own-vllm-qwen3next-small-pool", 78, 75),
+        ("own-vllm-llama4-small-pool", 84, 81),
         ("own-vllm-qwen3-bytes96", 83, 82),
         ("own-vllm-qwen3-full-pool", 82, 77),
         ("own-sglang-qwen3-full-pool", 83, 83),

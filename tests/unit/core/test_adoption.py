@@ -280,6 +280,22 @@ def test_a_block_without_a_name_goes_when_all_that_nobody_knows_may_have_gone() 
     assert index.blocks(0) == 0
 
 
+def test_no_size_is_learnt_while_there_are_blocks_that_nobody_knows() -> None:
+    """One of four blocks goes, after one of before: the pool holds more than those four."""
+    pool = Pool(None)
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine", pool=pool)
+    index.apply(0, stored(TOKENS[:8], 0))
+    index.apply(0, BlockRemoved((77,)))
+    index.apply(0, removed(TOKENS, 3))
+    assert pool.blocks is None
+
+    index = listening(pool=(pool := Pool(None)))
+    index.apply(0, stored(TOKENS[:8], 0))
+    index.apply(0, removed(TOKENS, 3))
+    assert pool.blocks == 4
+
+
 def test_a_block_that_is_stored_after_all_is_no_second_copy() -> None:
     """The engine had lost it and computes it again: now it has a name, and one removal takes it."""
     index = listening()
