@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
+from shim_process import running_shim
 
 from engine_shim.app import StartError, build
 from engine_shim.engine import Engine
 from engine_shim.mailbox import Delta, Mailbox
+from engine_shim.model.needle_text import Fact, facts, haystack
 from engine_shim.runner.shadow import ShadowError
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.settings import ShimSettings, load_settings
@@ -180,3 +183,21 @@ def test_a_timing_model_has_nothing_to_overlap() -> None:
     """Asked for, it is refused by name."""
     with pytest.raises(StartError, match=r"^overlap: "):
         build(ShimSettings(runner="sim", overlap=True, port=0, kv_events=False))
+
+
+def test_a_shim_that_overlaps_answers() -> None:
+    """Needles asked for side by side, in streams of different lengths, over one shared text; and nothing is left."""
+    known = facts(6, seed=1)
+    text = haystack(400, known, seed=2)
+    with running_shim("--overlap") as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
+
+        def ask(fact: Fact) -> str:
+            body = {"model": "needle", "prompt": text + fact.question, "max_tokens": 5}
+            answer = client.post("/v1/completions", json=body)
+            return str(answer.json()["choices"][0]["text"]).strip()
+
+        with ThreadPoolExecutor(6) as pool:
+            for _ in range(2):
+                assert list(pool.map(ask, known)) == [fact.value for fact in known]
+        assert client.post("/reset_prefix_cache").status_code == 200
+        assert client.get("/health").status_code == 200
