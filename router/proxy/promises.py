@@ -150,8 +150,10 @@ class Promises:
         """Its answer has so many tokens by now, which takes room, of which events tell late or not at all."""
         if isinstance(allocation, SharedAllocation):
             allocation.pool.grows(allocation, generated)
-        if isinstance(allocation, Allocation) and isinstance(allocation.pool, RadixPool):
-            allocation.pool.grows(allocation, generated)
+        elif isinstance(allocation, Allocation):
+            pool = allocation.pool
+            if isinstance(pool, RadixPool):
+                pool.grows(allocation, generated)
 
     def leave(
         self,
