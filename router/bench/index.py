@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from router.bench.full_pools import lookup_seconds
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.rank_state import keys_of_event
@@ -41,12 +42,13 @@ _TURNS = 3
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Medians. ``hash`` is of a cold prompt from ids to keys; ``apply`` begins with decoded events, without and with
-    the hashing of their tokens."""
+    the hashing of their tokens; ``full_pool_lookup`` is what ``bench/full_pools`` measures."""
 
     hash_100k_tokens_ms: float
     apply_blocks_per_s: int
     hash_and_apply_blocks_per_s: int
     lookup_us: float
+    full_pool_lookup_us: float
     bytes_per_block: int
     bytes_per_further_holder: float
 
@@ -116,6 +118,7 @@ def measure(ranks: int, *, sequences: int, seed: int) -> Measured:
         apply_blocks_per_s=round(applied),
         hash_and_apply_blocks_per_s=round(hashed_and_applied),
         lookup_us=round(_lookup(ranks, rng=rng) * 1e6, 1),
+        full_pool_lookup_us=round(lookup_seconds(ranks, rng=rng) * 1e6, 1),
         bytes_per_block=round(_bytes_per_block(ranks, rng=rng, sequences=sequences)),
         bytes_per_further_holder=round(_bytes_per_further_holder(ranks, rng=rng), 2),
     )
