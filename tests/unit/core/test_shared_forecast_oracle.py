@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
@@ -20,11 +20,9 @@ from router.core.shared_pool import SharedPool
 from router.core.usable import Geometry
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockRemoved, BlockStored, Event
+from tests.unit.core.late_events import CONVERSATIONS, PROMPTS, LateEventsMachine
 
 BLOCK = 2
-#: Conversations that share heads; a prompt is a beginning of one.
-CONVERSATIONS = ("aaaaaaaa", "aaabbbbb", "aaabbccc", "ddddd", "ddeee", "fff", "ggggggg")
-PROMPTS = st.tuples(st.sampled_from(CONVERSATIONS), st.integers(1, 8)).map(lambda pair: pair[0][: pair[1]])
 
 #: A block's group and the prefix it stands for.
 Name = tuple[int, str]
@@ -233,7 +231,7 @@ class Asked:
     running: Running | None = None
 
 
-class SharedForecastMachine(RuleBasedStateMachine):
+class SharedForecastMachine(LateEventsMachine):
     """Requests are sent, scheduled in order and ended; their events come late. All are looked up at any moment."""
 
     @initialize(blocks=st.integers(12, 60), kinds=st.lists(GROUPS, min_size=1, max_size=2), keeps_all=st.booleans())
@@ -287,31 +285,12 @@ class SharedForecastMachine(RuleBasedStateMachine):
         self.running += self.scheduled
         self.scheduled.clear()
 
-    @precondition(lambda self: self.running and not self.scheduled)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        """Nothing unheard of has been scheduled before it: whether its blocks were free by then nobody could know."""
-        self.end(data.draw(st.integers(0, len(self.running) - 1)))
-
     def end(self, place: int) -> None:
         asked = self.running.pop(place)
         assert asked.running is not None
         self.engine.finish(asked.running)
         self.pool.ended(asked.allocation, keys_of(asked.running.text))
         self.index.provisional.drop(asked.ticket)
-
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3))
-    def serve(self, prompts: list[str]) -> None:
-        """Nobody is before them, and their events come at once; all but the last end."""
-        for place, prompt in enumerate(prompts):
-            if self.waiting or self.scheduled:
-                return
-            self.send(prompt)
-            self.step()
-            if self.scheduled:
-                self.deliver()
-                if place + 1 < len(prompts):
-                    self.end(len(self.running) - 1)
 
     @invariant()
     def found(self) -> None:
