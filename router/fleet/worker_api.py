@@ -114,7 +114,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         or _number(cache.get("block_size"))
         or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
-        pool_blocks=_pool_blocks(cache, dp_size=dp_size),
+        pool_blocks=_pool_blocks(cache, dp_size=dp_size) if engine is Engine.VLLM else None,
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
         bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),

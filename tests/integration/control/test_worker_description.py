@@ -68,7 +68,7 @@ async def test_vllm_with_two_ranks() -> None:
         "tcp://127.0.0.1:15677",
         "tcp://127.0.0.1:15678",
     ]
-    assert (info.block_tokens, info.pool_tokens) == (32, 5120)
+    assert (info.block_tokens, info.pool_tokens, info.pool_blocks) == (32, 5120, 159)  # one stands for no block
     target = info.target(1)
     assert (target.host, target.port, target.rank, target.dp_size) == ("127.0.0.1", worker.port, 1, 2)
 
@@ -92,6 +92,7 @@ async def test_sglang_with_two_ranks() -> None:
     async with ControlWorker({"/server_info": as_json(SGLANG_INFO)}) as worker, httpx.AsyncClient() as client:
         info = await describe(client, WorkerSpec(url=worker.url))
     assert (info.engine, info.dp_size, info.block_tokens, info.pool_tokens) == (Engine.SGLANG, 2, 16, 1536)
+    assert info.pool_blocks is None
     assert [source and (source.endpoint, source.replay_endpoint) for source in info.sources] == [
         ("tcp://127.0.0.1:15700", "tcp://127.0.0.1:15800"),
         ("tcp://127.0.0.1:15701", "tcp://127.0.0.1:15801"),

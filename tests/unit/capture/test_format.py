@@ -119,3 +119,19 @@ def test_what_a_tape_writes_is_read_back(tmp_path: Path) -> None:
     assert (capture.engine, capture.block_tokens, capture.geometry.chunk_tokens) == (Engine.SGLANG, 2, 64)
     assert capture.requests is not None
     assert capture.requests[0].prompt == array("I", [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tiny-gemma3-swa", 109),
+        ("tiny-qwen3-dp2", 159),
+        ("own-vllm-llama4-small-pool", 111),
+        ("sglang-tiny-qwen3", None),
+    ],
+)
+def test_a_pools_blocks_are_in_the_notes_or_in_a_dump_of_metrics(name: str, expected: int | None) -> None:
+    """vLLM was started with 110 and with 160 blocks a rank; a newer recorder writes down what the router would take."""
+    folder = Path(__file__).parents[2] / "data" / "kv_events"
+    capture = read_capture(folder / f"{name}.jsonl.gz", folder / f"{name}.requests.jsonl.gz")
+    assert capture.pool_blocks == expected
