@@ -237,7 +237,6 @@ class World:
         reusable = self._reusable_tokens(request)
         if request.session is not None:
             home = self._sessions.home(MODEL, request.session, now=self.now, held=reusable)
-        full = believed_blocks(path) if self._window_blocks and home is None else {}
         loadable = {}
         if self.scenario.host_ratio:
             loadable = {slot: self._tokens(blocks, request) for slot, blocks in loadable_blocks(path).items()}
@@ -249,7 +248,6 @@ class World:
             session=request.session,
             home=home,
             loadable_tokens=loadable,
-            full_tokens={slot: self._tokens(blocks, request) for slot, blocks in full.items()},
             return_ratio=self._sessions.returns.ratio,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),

@@ -22,8 +22,6 @@ of the move's term.
   holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
 - A subagent's siblings begin at the same moment with the same head. What it computes counts half as much again, so that
   a small group waits for one prefill, and only a large one spreads.
-- Where only the full-attention layers hold such a head it has to be computed again, and is usable for others from then
-  on. Both rules count it as held: who begins makes it so where it is, rather than anew where it is not.
 - A session's first requests, at once and of different prompts, meet where the first of them is, but for as long only as
   half of their own work.
 """
@@ -112,7 +110,7 @@ def prices(
     This loop is what a decision among many ranks costs, so what is called for each rank elsewhere is written out here,
     which takes less than half of the time.
     """
-    prompt_tokens, full_tokens = request.prompt_tokens, request.full_tokens
+    prompt_tokens = request.prompt_tokens
     reusable = request.reusable_tokens
     held = [int(reusable.get(rank.slot, 0) * rank.trust.ratio) for rank in ranks]
     busy = [
@@ -147,13 +145,9 @@ def prices(
             own_seconds = factor * (pace.token_seconds * uncached_tokens + pace.attention_seconds * attention)
         brought_seconds = own_seconds
         if home is None:
-            shared_tokens = max(held_tokens, full_tokens.get(slot, 0)) if full_tokens else held_tokens
+            move_seconds = sibling_weight * own_seconds
             if credit_ratio < 1.0:
-                move_seconds = _work_seconds(rank, request, shared_tokens, credit_ratio=credit_ratio) - own_seconds
-            elif shared_tokens == held_tokens:
-                move_seconds = sibling_weight * own_seconds
-            else:
-                move_seconds = sibling_weight * _work_seconds(rank, request, shared_tokens)
+                move_seconds = _work_seconds(rank, request, held_tokens, credit_ratio=credit_ratio) - own_seconds
             brought_seconds += move_seconds
         else:
             move_seconds = 0.0 if slot == home.slot else leave_seconds

@@ -156,16 +156,6 @@ class PrefixIndex(Residency):
         found = self._depths(keys, prompt_tokens, below=True)
         return {slot: depth * self.block_tokens for slot, depth in found.items()}
 
-    def full_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
-        """Tokens of a prompt that the dense group holds, for each slot where other groups ask for more.
-
-        A prompt that forks there leaves what they need, so that the next one finds the prefix usable.
-        """
-        if not any(rank.rules for rank in self._ranks.values()):
-            return {}
-        depths = self._depths(keys, prompt_tokens)
-        return {slot: depth * self.block_tokens for slot, depth in depths.items() if self._ranks[slot].rules}
-
     def shared_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> int:
         """Tokens from the start of a prompt that belong to other conversations as well, as far as blocks tell."""
         limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)

@@ -209,8 +209,6 @@ class RouteRequest(Frozen, frozen=True):
     ``prefill_home`` is the slot of the prefill rank that computed this session's last prompt.
     ``charged_elsewhere[slot]`` are the tokens with which another router charges this conversation on that rank.
     ``is_beginning``: requests of the session are on their way, and none has been answered yet.
-    ``full_tokens[slot]`` is the prefix that the full-attention layers hold on that rank, of requests without a home,
-    where other layers ask for more before it is usable.
     """
 
     model: str
@@ -227,7 +225,6 @@ class RouteRequest(Frozen, frozen=True):
     prefill_home: int | None = None
     is_beginning: bool = False
     charged_elsewhere: Mapping[int, int] = msgspec.field(default_factory=dict)
-    full_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
 
 
 class Price(NamedTuple):

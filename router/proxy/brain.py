@@ -285,7 +285,6 @@ class RouterBrain(Models):
         reusable = self._reusable(prepared)
         home = prefill_home = None
         is_beginning = False
-        full: Mapping[int, int] = {}
         charged_elsewhere: Mapping[int, int] = {}
         if session is not None:
             answering = reusable
@@ -295,8 +294,6 @@ class RouterBrain(Models):
                 prefill_home = self._home(prepared, computing, prefill_home)
             home = self._home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
-            if home is None and prepared.tokens is not None:
-                full = self._full(prepared)
             if self._holding is not None and fleet.shared.is_shared:
                 charged_elsewhere = self._holding.charged_elsewhere(model, session)
         return RouteRequest(
@@ -314,7 +311,6 @@ class RouterBrain(Models):
             prefill_home=prefill_home,
             is_beginning=is_beginning,
             charged_elsewhere=charged_elsewhere,
-            full_tokens=full,
         )
 
     def _home(self, prepared: PreparedRequest, reusable: Mapping[int, int], known: int | None) -> int | None:
@@ -361,14 +357,6 @@ class RouterBrain(Models):
             keys = prepared.keys(index.block_tokens)
             reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens, want=prepared.want))
         return reusable
-
-    def _full(self, prepared: PreparedRequest) -> Mapping[int, int]:
-        """What the full-attention layers hold of a prompt that begins, where that is not all that it takes."""
-        full: dict[int, int] = {}
-        for index in self._fleet.indexes(prepared.model):
-            keys = prepared.keys(index.block_tokens)
-            full.update(index.full_tokens(keys, prompt_tokens=prepared.prompt_tokens))
-        return full
 
     def _loadable(self, prepared: PreparedRequest) -> Mapping[int, int]:
         """What lower tiers hold counts as well here; nothing where there are none."""

@@ -111,27 +111,6 @@ def test_how_long_a_head_is_waited_for(who: SessionKey | None, return_ratio: flo
 
 
 @pytest.mark.parametrize(
-    ("who", "bound_seconds"),
-    [
-        (None, 0.0),  # nobody in particular owes others anything
-        (SessionKey("t", "new"), 0.225),  # one that begins: a fourth of it, as of a head that is usable
-        (SessionKey("t", "new", "child"), 0.45),  # a subagent: half of it
-    ],
-)
-def test_how_long_is_waited_where_a_head_can_be_made_usable(who: SessionKey | None, bound_seconds: float) -> None:
-    """Rank 0's full-attention layers alone hold 900 of 1,000 tokens: those to come save work by it, not this one."""
-    for queued_seconds, slot in ((bound_seconds - 0.01, 0), (bound_seconds + 0.01, 1)):
-        fleet = Fleet(2)
-        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, max(0.0, queued_seconds)
-        asked = request(full_tokens={0: 900}, session=who)
-
-        assert who is None or decide(AFFINITY, fleet, asked)[0] == slot
-        prices = [price(rank, asked, home=None, parameters=CostParameters(), now=0.0) for rank in fleet.ranks]
-        assert [entry.work_seconds for entry in prices] == [1.0, 1.0]
-        assert prices[1].move_seconds - prices[0].move_seconds == pytest.approx(bound_seconds)
-
-
-@pytest.mark.parametrize(
     ("recent_seconds", "bound_seconds"),
     [
         (0.0, 0.9),  # idle ranks: the work alone, 1.0 s elsewhere and 0.1 s at home

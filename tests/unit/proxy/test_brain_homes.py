@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from router.core.types import RankStatus, Reason
 from router.proxy.types import Attempt, Outcome
-from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import BlockStored, EventBatch
-from tests.fakes.brain_world import BLOCK, World, prompt_of
+from tests.fakes.brain_world import World, prompt_of
 
 
 def finish(attempt: Attempt) -> None:
@@ -139,24 +135,3 @@ async def test_a_draining_rank_keeps_whom_no_other_can_serve() -> None:
     world.fleet.set_status(1, RankStatus.DOWN)
 
     assert (await world.ask(prompt_of(2_000), "s")).decision.slot == 0
-
-
-@pytest.mark.parametrize("agent", ["", "child"])
-async def test_who_begins_makes_a_head_usable_where_it_is(agent: str) -> None:
-    """Rank 2 holds a head in its full-attention layers, and windows at its prompt's end only: the next one with that
-    head finds nothing usable anywhere, and goes there, so that the third does.
-    """
-    world = World(ranks=4)
-    first = [*prompt_of(4_000), *prompt_of(1_000, start=500_000)]
-    keys = block_keys(first, block_tokens=BLOCK, parent=namespace_seed("", ""))
-    dense = BlockStored(tuple(keys), None, first[: len(keys) * BLOCK], BLOCK)
-    window = replace(dense, hashes=dense.hashes[-4:], group=1, kind="sliding_window", window_tokens=4 * BLOCK)
-    world.fleet.apply(2, EventBatch(world.now, (dense, window)), now=world.now)
-    headers = {"x-claude-code-agent-id": agent} if agent else {}
-
-    for start, expected_tokens in ((600_000, 0), (700_000, 4_000)):
-        headers["x-claude-code-session-id"] = f"s{start}"
-        second = await world.prepare([*prompt_of(4_000), *prompt_of(1_000, start=start)], headers)
-        attempt = world.brain.choose(second)
-        assert (attempt.decision.slot, attempt.decision.expected_cached_tokens) == (2, expected_tokens)
-        finish(attempt)
