@@ -109,7 +109,9 @@ def test_an_accessor_without_the_barrier(rank: OffloadRank, decoder: Decoder, mo
     of_layer = accessor.of_layer
 
     def past(pool: Pools | States, *place: int) -> tuple[torch.Tensor, ...]:
-        """What stands there before the load has begun; other accessors still wait."""
+        """What stands there before the load has begun; later layers, and other accessors, still wait."""
+        if started.is_set():
+            return of_layer(pool, *place)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LayerBarrier, "wait", lambda barrier, layer: None)
             early = tuple(tensor.clone() for tensor in of_layer(pool, *place))
