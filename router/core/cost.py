@@ -51,8 +51,9 @@ LOAD_RATIO = 0.2
 _SHARED_CREDIT_RATIO = 0.25
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
-#: How much a second of work makes others wait, in squares of rho / (1 - rho): it costs readers 4 % of their first-token
-#: times where ranks are half busy, and saves them 4 % near saturation. Twice as much costs the former 2 % more.
+#: How much a second of work makes others wait, in squares of rho / (1 - rho). Beside rho / (1 - rho) itself it costs
+#: readers 1 % of their mean first-token time where ranks are half busy, and saves them 4 % near saturation. Twice as
+#: much costs the former 2 % more.
 _DELAY_WEIGHT = 2.0
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
 _BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
