@@ -60,12 +60,14 @@ def is_good_stream(head: AnswerHead) -> bool:
     return head.status < 400 and is_stream(head)
 
 
-def told_by(refusal: Refusal) -> WorkerRefused:
+def told_by(refusal: Refusal) -> RequestError:
     """What the worker said, for a stream that has begun and can take no answer but an event.
 
     OpenAI's and Anthropic's shape have it under ``error``, older engines at the top.
     """
     status = refusal.head.status
+    if status < 400:
+        return UpstreamFailed(f"The worker answered {status}, but no stream.")
     try:
         said = msgspec.json.decode(refusal.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -340,10 +340,7 @@ class Forwarding:
             assert last is not None
             return exchange.fail(error_of(last))
         if exchange.client.begun:
-            status = last.head.status
-            return exchange.fail(
-                told_by(last) if status >= 400 else UpstreamFailed(f"The worker answered {status}, but no stream.")
-            )
+            return exchange.fail(told_by(last))
         lines = last.lines + last.head.lines
         if not http1.bodiless(last.head.status):
             lines += b"content-length: %d\r\n" % len(last.body)
