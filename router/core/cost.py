@@ -10,9 +10,9 @@
 - move: what leaving home costs others: so many times what home saves and other ranks do not. A session is sticky
   while it is warm at home, and free once it is cold there, or has no more there than a head that all ranks hold. The
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
-  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting who is in a queue
-  or comes before it is empty again: for each second of work by 2 (rho / (1 - rho))^2, since a queue is as long as
-  rho / (1 - rho), and lasts for 1 / (1 - rho) of the work in it. What home would load counts once only.
+  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
+  busier the ranks are: those who queue, by rho / (1 - rho) for a second of work, and where nobody's next turn depends
+  on it all who come before the queue is empty again, by 2 (rho / (1 - rho))^2. What home would load counts once only.
 
 Requests without a home, or with one that has nothing for them, cost others something too by where they go. It is part
 of the move's term.
@@ -122,7 +122,8 @@ def prices(
     if home is not None:
         mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
         queue_ratio = mean_busy / (1.0 - mean_busy)
-        factor = parameters.move_weight * request.return_ratio + _DELAY_WEIGHT * queue_ratio * queue_ratio
+        delay = _DELAY_WEIGHT * queue_ratio * queue_ratio
+        factor = delay + request.return_ratio * (parameters.move_weight + queue_ratio - delay)
         leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))

@@ -81,8 +81,8 @@ def test_a_prefix_without_a_home_is_followed() -> None:
 def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, expected: tuple[int, Reason]) -> None:
     """Leaving costs more the busier the ranks are; staying costs the queue.
 
-    15.2 s sent to one of two ranks with a half-life of 180 s: rho = 7.6 * ln 2 / 180 = 0.029, 2 (rho / (1 - rho))^2 =
-    0.002. Leaving: (16 + 0.002) * 0.9 + 1.0 = 15.40 s. Staying: the queue, 0.13, and 2 * 0.058 * 0.1 as home is busy:
+    15.2 s sent to one of two ranks with a half-life of 180 s: rho = 7.6 * ln 2 / 180 = 0.029, rho / (1 - rho) = 0.030.
+    Leaving: (16 + 0.030) * 0.9 + 1.0 = 15.43 s. Staying: the queue, 0.13, and 2 * 0.058 * 0.1 as home is busy:
     15.34 s, or 15.54 s with 15.4 s in the queue.
     """
     fleet = Fleet(2)
