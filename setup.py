@@ -27,7 +27,7 @@ COMPILED = {
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
-        "answers arrival brain exchange forward gate holding instruments leases limits models outbound pair plane "
+        "answers arrival brain exchange forward gate holding instruments knowledge leases limits models outbound pair plane "
         "prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",

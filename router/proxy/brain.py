@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 
 import msgspec
@@ -15,7 +15,6 @@ from router.core.cost import CostParameters
 from router.core.draining import Departures
 from router.core.output_lengths import OutputLengths
 from router.core.pd import make_role_policy
-from router.core.seen import SeenPrefixes
 from router.core.session import identify
 from router.core.types import Decision, RouteRequest, SessionKey
 from router.core.ways import can_serve
@@ -23,16 +22,16 @@ from router.errors import NoWorker
 from router.fleet.decisions import Decided, DecisionLog, session_hash
 from router.fleet.fleet import Fleet
 from router.proxy.holding import HeldRequest, Holding
+from router.proxy.knowledge import Knowledge
 from router.proxy.leases import Lease, Leases
 from router.proxy.models import Models
-from router.proxy.prepared import BYTES_A_TOKEN, PreparedRequest, guessed_tokens, request_text_keys
+from router.proxy.prepared import PreparedRequest, guessed_tokens, request_text_keys
 from router.proxy.promises import Promises
 from router.proxy.splitting import by_part, contracts, no_worker
 from router.proxy.types import Attempt
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.openai import Endpoint, InferenceRequest
-from router.wire.text_keys import text_bytes
 
 #: These go by load alone.
 _LEAVES_NOTHING = frozenset({Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.RERANK})
@@ -50,7 +49,7 @@ class RouterBrain(Models):
         self.use(settings)
         self._decision_seconds = metrics.decision_seconds.labels()
         self._rng = random.Random(settings.seed)
-        self._seen: dict[str, SeenPrefixes] = {}
+        self._knowledge = Knowledge(fleet)
         self._departures = Departures()
         self._holding = (
             Holding(Admission(AdmissionParameters(), Guard(fleet.sessions.returns)), fleet, metrics)
@@ -92,8 +91,8 @@ class RouterBrain(Models):
         if prepared.tokens is not None:
             self._metrics.tokenize_seconds.observe(prepared.tokenize_seconds)
             self._promises.recall(prepared, now=self._fleet.clock())
-            self._know_ideal(prepared)
-            self._remember(prepared)
+            self._knowledge.know_ideal(prepared)
+            self._knowledge.remember(prepared)
         keyed = self._keyed_by(prepared)
         self._metrics.prompts.labels(keyed).inc()
         prepared.decided = _decided(prepared, request_id, tenant=tenant, keyed=keyed)
@@ -102,7 +101,7 @@ class RouterBrain(Models):
     async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
         """Decide about a request without sending it. Nothing of it is remembered or counted."""
         prepared = await self._keyed(request, headers, tenant=tenant)
-        self._know_ideal(prepared)
+        self._knowledge.know_ideal(prepared)
         decided = _decided(prepared, "", tenant=tenant, keyed=self._keyed_by(prepared))
         now = self._fleet.clock()
         route = self._route(prepared, exclude=frozenset(), now=now)
@@ -280,9 +279,9 @@ class RouterBrain(Models):
 
     def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
         """What the policy is asked, as of now."""
-        fleet = self._fleet
+        fleet, knowledge = self._fleet, self._knowledge
         model, session = prepared.model, prepared.session
-        reusable = self._reusable(prepared)
+        reusable = knowledge.reusable(prepared)
         home = prefill_home = None
         is_beginning = False
         charged_elsewhere: Mapping[int, int] = {}
@@ -291,8 +290,8 @@ class RouterBrain(Models):
             if self.makes_pairs:
                 answering, computing = by_part(reusable, fleet.view)
                 prefill_home = fleet.home(model, session, now=now, held=computing, is_prefill=True)
-                prefill_home = self._home(prepared, computing, prefill_home)
-            home = self._home(prepared, answering, fleet.home(model, session, now=now, held=answering))
+                prefill_home = knowledge.home(prepared, computing, prefill_home)
+            home = knowledge.home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
             if self._holding is not None and fleet.shared.is_shared:
                 charged_elsewhere = self._holding.charged_elsewhere(model, session)
@@ -301,7 +300,7 @@ class RouterBrain(Models):
             prompt_tokens=prepared.prompt_tokens,
             output_tokens=prepared.output_tokens,
             reusable_tokens=reusable,
-            loadable_tokens=self._loadable(prepared),
+            loadable_tokens=knowledge.loadable(prepared),
             session=prepared.session,
             home=home,
             exclude=exclude,
@@ -313,26 +312,6 @@ class RouterBrain(Models):
             charged_elsewhere=charged_elsewhere,
         )
 
-    def _home(self, prepared: PreparedRequest, reusable: Mapping[int, int], known: int | None) -> int | None:
-        """The rank that is known for the session's home, or another that holds more of it.
-
-        After a restart, or with the shared state gone, this router does not know where a session was. What a rank holds
-        of a prompt that neither this router has sent anywhere nor other conversations go on from is its past.
-        """
-        if prepared.tokens is None:
-            return known
-        known_tokens = 0 if known is None else reusable.get(known, 0)
-        most_tokens = max(reusable.values(), default=0)
-        if most_tokens <= max(known_tokens, prepared.ideal_tokens):
-            return known
-        shared_tokens = max(
-            index.shared_tokens(prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens)
-            for index in self._fleet.indexes(prepared.model)
-        )
-        if most_tokens <= shared_tokens:
-            return known
-        return max(reusable, key=reusable.__getitem__)
-
     def _note(self, lease: Lease, request: RouteRequest, *, now: float) -> None:
         """Remember the decision for whoever asks why."""
         decided, view = lease.prepared.decided, self._fleet.view
@@ -342,60 +321,6 @@ class RouterBrain(Models):
             decided.home = None if request.home is None else self._fleet.member(request.home).id
             self.decisions.open(decided)
         lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
-
-    def _reusable(self, prepared: PreparedRequest) -> Mapping[int, int]:
-        reusable: dict[int, int] = {}
-        if prepared.tokens is None:
-            most = prepared.prompt_tokens - 1
-            for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
-                reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
-            if self._fleet.shared.is_shared:
-                for home, sent in self._sent_elsewhere(prepared):
-                    reusable[home] = max(reusable.get(home, 0), min(most, sent))
-            return reusable
-        for index in self._fleet.indexes(prepared.model):
-            keys = prepared.keys(index.block_tokens)
-            reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens, want=prepared.want))
-        return reusable
-
-    def _loadable(self, prepared: PreparedRequest) -> Mapping[int, int]:
-        """What lower tiers hold counts as well here; nothing where there are none."""
-        loadable: dict[int, int] = {}
-        if prepared.tokens is not None:
-            for index in self._fleet.indexes(prepared.model):
-                keys = prepared.keys(index.block_tokens)
-                loadable.update(index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
-        return loadable
-
-    def _sent_elsewhere(self, prepared: PreparedRequest) -> Iterator[tuple[int, int]]:
-        """Where another replica sent the session, with the tokens of its prompt then: text unseen here."""
-        model, session, fleet = prepared.model, prepared.session, self._fleet
-        if session is None:
-            return
-        for is_prefill in {False, self.makes_pairs}:
-            shared = fleet.shared.home(model, session, is_prefill=is_prefill)
-            if shared is not None and not shared.is_own:
-                home = fleet.home(model, session, now=fleet.clock(), is_prefill=is_prefill)
-                if home is not None:
-                    yield home, shared.prompt_tokens
-
-    def _know_ideal(self, prepared: PreparedRequest) -> None:
-        """Note the tokens of the prompt that an endless cache shared by all ranks would have."""
-        block_tokens = self._smallest_block_tokens(prepared)
-        if block_tokens and (earlier := self._seen.get(prepared.model)) is not None:
-            blocks = earlier.blocks_seen(prepared.keys(block_tokens))
-            prepared.ideal_tokens = min(blocks, max(0, prepared.prompt_tokens - 1) // block_tokens) * block_tokens
-
-    def _remember(self, prepared: PreparedRequest) -> None:
-        """The prompt has been asked for."""
-        if block_tokens := self._smallest_block_tokens(prepared):
-            self._seen.setdefault(prepared.model, SeenPrefixes()).add(prepared.keys(block_tokens))
-
-    def _smallest_block_tokens(self, prepared: PreparedRequest) -> int:
-        """Of the model's ranks; 0 where there is none, or no tokens to put into blocks."""
-        if prepared.tokens is None:
-            return 0
-        return min((index.block_tokens for index in self._fleet.indexes(prepared.model)), default=0)
 
 
 def _decided(prepared: PreparedRequest, request_id: str, *, tenant: str, keyed: str) -> Decided:

@@ -71,7 +71,7 @@ class World:
 
     async def promised(self, prompt: Sequence[int]) -> dict[int, int]:
         """What each rank is believed to hold of a prompt, without asking for it."""
-        return dict(self.brain._reusable(await self.prepare(prompt)))
+        return dict(self.brain._knowledge.reusable(await self.prepare(prompt)))
 
     def publish(self, slot: int, tokens: Sequence[int], *, medium: str = "GPU") -> None:
         """The rank's events say that it holds these tokens' whole blocks."""

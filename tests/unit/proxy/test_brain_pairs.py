@@ -153,9 +153,9 @@ async def test_what_is_handed_over_counts_once_it_has_come() -> None:
     attempt = await world.ask(800)
     prefill, decode = legs(attempt)
     prepared = await world.prepare(1000)
-    assert dict(world.brain._reusable(prepared)) == {prefill: 800}
+    assert dict(world.brain._knowledge.reusable(prepared)) == {prefill: 800}
     attempt.lease.first_byte()
-    assert dict(world.brain._reusable(prepared)) == {prefill: 800, decode: 800}
+    assert dict(world.brain._knowledge.reusable(prepared)) == {prefill: 800, decode: 800}
 
 
 async def test_a_failed_leg_leaves_nothing_expected() -> None:
