@@ -27,7 +27,7 @@ from router.core.types import (
     Trust,
     WorkerRole,
 )
-from tests.unit.core.test_admission import Ledger
+from tests.fakes.admission_desk import Ledger
 
 P, D, U = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.UNIFIED
 POOL = 1000

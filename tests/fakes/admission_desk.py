@@ -1,0 +1,124 @@
+"""Admission with a clock in hand; pools of 1,000 tokens, of which charges may fill 900: sums can be read off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.core.admission import (
+    Admission,
+    AdmissionParameters,
+    Admit,
+    Hold,
+    Released,
+    Visit,
+)
+from router.core.admission_guard import Guard
+from router.core.load import LoadBook
+from router.core.pace import prior
+from router.core.types import FleetView, RankId, RankStatus, RankView, RouteRequest, SessionKey, Trust
+
+
+def fleet(ranks: int, *, pool_tokens: int = 1000) -> FleetView:
+    book = LoadBook()
+    return FleetView(
+        tuple(
+            RankView(
+                slot=slot,
+                id=RankId("w", slot),
+                models=frozenset({"m"}),
+                status=RankStatus.READY,
+                load=book.load(slot),
+                pace=prior(10_000.0),
+                trust=Trust(),
+                pool_tokens=pool_tokens,
+            )
+            for slot in range(ranks)
+        )
+    )
+
+
+def ask(
+    name: str,
+    tokens: int,
+    *,
+    agent: str = "",
+    cached: dict[int, int] | None = None,
+    loadable: dict[int, int] | None = None,
+) -> RouteRequest:
+    return RouteRequest(
+        model="m",
+        prompt_tokens=tokens,
+        output_tokens=0,
+        reusable_tokens=cached or {},
+        loadable_tokens=loadable or {},
+        session=SessionKey("", name, agent),
+    )
+
+
+class AlwaysHold(Guard):
+    """A guard that is never persuaded."""
+
+    def decide(self, *, now: float) -> bool:
+        return True
+
+
+class Desk:
+    """An admission with the steps that a data plane takes."""
+
+    def __init__(self, view: FleetView, guard: Guard | None = None) -> None:
+        self.view = view
+        self.admission = Admission(
+            AdmissionParameters(budget_ratio=0.9, least_idle_seconds=60.0, most_idle_seconds=60.0), guard
+        )
+
+    def offer(self, request: RouteRequest, *, now: float = 0.0) -> Admit | Hold:
+        return self.admission.offer(request, self.view, now=now)
+
+    def send(self, request: RouteRequest, *, now: float = 0.0) -> Visit:
+        """Offered, admitted, and sent to the first slot that is open to it."""
+        admit = self.offer(request, now=now)
+        assert isinstance(admit, Admit), admit
+        return self.admission.start(request, min(admit.slots or {0}), self.view, now=now)
+
+    def turn(self, request: RouteRequest, *, now: float = 0.0) -> None:
+        """Sent, and over at once."""
+        visit = self.send(request, now=now)
+        self.admission.finish(visit, now=now)
+
+    def release(self, *, now: float) -> Released | None:
+        return self.admission.release(self.view, now=now)
+
+
+class Ledger:
+    """What an engine would have to hold, kept from the admissions alone: a list a conversation and rank."""
+
+    def __init__(self) -> None:
+        self.flying: dict[tuple[str, int], list[int]] = {}
+        self.left: dict[tuple[str, int], list[int]] = {}
+        self.since: dict[tuple[str, int], float] = {}
+
+    def tokens(self, slot: int, *, now: float, but: str = "") -> int:
+        """Of all that fly or have been idle for a minute at most."""
+        keys = {*self.flying, *self.left}
+        return sum(
+            max(sum(self.flying.get(key, ())), *self.left.get(key, [0])[-4:], 0)
+            for key in keys
+            if key[1] == slot and key[0] != but and (self.flying.get(key) or now - self.since.get(key, -1e9) <= 60)
+        )
+
+    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float) -> None:
+        """To one rank, or to a pair."""
+        for slot in slots:
+            if not self.flying.get((name, slot)) and now - self.since.get((name, slot), now) > 60:
+                self.left.pop((name, slot), None)  # who comes back later may have lost its place
+        for key in [key for key in self.left if key[0] == name and key[1] not in slots and not self.flying.get(key)]:
+            if tokens >= 0.7 * max(self.left[key][-4:]):
+                del self.left[key]
+        for slot in slots:
+            self.flying.setdefault((name, slot), []).append(tokens)
+
+    def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool) -> None:
+        self.flying[name, slot].remove(tokens)
+        if is_kept:
+            self.left.setdefault((name, slot), []).append(tokens)
+        self.since[name, slot] = now
