@@ -41,9 +41,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.core.admission_charges import Charge, Charges
+from router.core.admission_charges import Charges
 from router.core.admission_charges import Visit as Visit
 from router.core.admission_guard import Guard
+from router.core.admission_sizes import added_footprint, footprint, shared_tokens
 from router.core.cost import LOAD_RATIO
 from router.core.pace import prefill_seconds
 from router.core.types import FleetView, RankView, RouteRequest, WorkerRole
@@ -169,7 +170,7 @@ class Admission:
         if answer is None and not ways.answering:
             answer = Admit(Passage.UNSERVED)
         if answer is None:
-            answer = Barrier.QUEUE if self._queue else self._room(request, ways)
+            answer = Barrier.QUEUE if self._queue else self._room(request, ways, view)
         if isinstance(answer, Admit):
             return answer
         self._tickets += 1
@@ -182,7 +183,7 @@ class Admission:
             return None
         ticket, request = next(iter(self._queue.items()))
         ways = Ways.open(view, request, closed=closed)
-        answer = self._pass(request, ways, view, now=now) or self._room(request, ways)
+        answer = self._pass(request, ways, view, now=now) or self._room(request, ways, view)
         if isinstance(answer, Barrier):
             return None
         del self._queue[ticket]
@@ -212,15 +213,14 @@ class Admission:
         if request.session is None:
             return visit
         self.charges.age(now)
-        ways = Ways.open(view, request)
-        ranks, request = (ways.prefill, prompt_alone(request)) if computes else (ways.answering, request)
+        request = prompt_alone(request) if computes else request
         assert request.session is not None, "as before"
         conversation = (request.model, request.session)
         charge = self.charges.of(conversation).get(slot)
-        shared_tokens = _shared_tokens(request, ranks)
-        visit.footprint_tokens = _footprint(request, shared_tokens)
+        common_tokens = shared_tokens(request, view)[WorkerRole.UNIFIED if rank is None else rank.part.role]
+        visit.footprint_tokens = footprint(request, shared_tokens=common_tokens)
         visit.output_tokens = request.output_tokens
-        visit.added_tokens = _added_tokens(request, slot, charge, shared_tokens)
+        visit.added_tokens = added_footprint(request, slot, charge, shared_tokens=common_tokens)
         covered_tokens = request.charged_elsewhere.get(slot, 0) if charge is None else charge.tokens
         visit.cold = (
             (computes or partner is None)
@@ -286,13 +286,13 @@ class Admission:
         if not was_on:
             self._shed(view)
         self.charges.age(now)
-        home, warm = self._known(request, ways.answering)
+        home, warm = self._known(request, ways.answering, view)
         if ways.prefill:
             prompt = prompt_alone(request)
-            prompt_home, prompt_warm = self._known(prompt, ways.prefill)
+            prompt_home, prompt_warm = self._known(prompt, ways.prefill, view)
             home, warm = home | prompt_home, warm | prompt_warm
             if not ways.complete(home | warm) and (prompt_home or prompt_warm):  # it is handed to any that has room
-                warm |= self._with_room(request, ways.decode, ratio=self._parameters.warm_budget_ratio)
+                warm |= self._with_room(request, ways.decode, view, ratio=self._parameters.warm_budget_ratio)
         slots = ways.complete(home | warm)
         if not slots:
             return None
@@ -300,49 +300,55 @@ class Admission:
         # Where nobody waits it may go elsewhere, too: home may be busy, and what is warm no more than a shared head.
         elsewhere = _NONE
         if not self._queue:
-            roomy = self._roomy(request, ways)
+            roomy = self._roomy(request, ways, view)
             elsewhere = roomy if at_home else self._without_starts(roomy)
         return Admit(Passage.ADMITTED if at_home else Passage.WARM, slots | elsewhere)
 
-    def _known(self, request: RouteRequest, ranks: Sequence[RankView]) -> tuple[frozenset[int], frozenset[int]]:
+    def _known(
+        self, request: RouteRequest, ranks: Sequence[RankView], view: FleetView
+    ) -> tuple[frozenset[int], frozenset[int]]:
         """Where the conversation is charged and fits or is warm; and all ranks where it is warm and fits."""
-        fitting = self._with_room(request, ranks, ratio=self._parameters.warm_budget_ratio)
+        fitting = self._with_room(request, ranks, view, ratio=self._parameters.warm_budget_ratio)
         warm = frozenset(slot for slot in fitting if self._is_warm(request, slot))
         assert request.session is not None, "what names no conversation passes"
         known = self.charges.of((request.model, request.session)).keys() | request.charged_elsewhere
         own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
         return frozenset(rank.slot for rank in ranks if rank.slot in own), warm
 
-    def _room(self, request: RouteRequest, ways: Ways) -> Admit | Barrier:
+    def _room(self, request: RouteRequest, ways: Ways, view: FleetView) -> Admit | Barrier:
         """The head of the queue goes where there is room and nobody else is starting cold."""
         ways = ways.beginning
-        roomy = ways.complete(self._roomy(request, ways))
+        roomy = ways.complete(self._roomy(request, ways, view))
         if slots := ways.complete(self._without_starts(roomy)):
             return Admit(Passage.ROOM, slots)
         return Barrier.COLD_START if roomy else Barrier.BUDGET
 
-    def _roomy(self, request: RouteRequest, ways: Ways) -> frozenset[int]:
+    def _roomy(self, request: RouteRequest, ways: Ways, view: FleetView) -> frozenset[int]:
         """Ranks whose budgets leave room for their part of the request."""
         ratio = self._parameters.budget_ratio
-        roomy = self._with_room(request, ways.answering, ratio=ratio)
+        roomy = self._with_room(request, ways.answering, view, ratio=ratio)
         if ways.prefill:
-            roomy |= self._with_room(prompt_alone(request), ways.prefill, ratio=ratio)
+            roomy |= self._with_room(prompt_alone(request), ways.prefill, view, ratio=ratio)
         return roomy
 
     def _without_starts(self, slots: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if not self.charges.book(slot).cold_starts)
 
-    def _with_room(self, request: RouteRequest, ranks: Sequence[RankView], *, ratio: float) -> frozenset[int]:
+    def _with_room(
+        self, request: RouteRequest, ranks: Sequence[RankView], view: FleetView, *, ratio: float
+    ) -> frozenset[int]:
         """Ranks whose active charges leave room for the request; one with none takes any size."""
         assert request.session is not None, "what names no conversation passes"
-        shared_tokens = _shared_tokens(request, ranks)
+        shared = shared_tokens(request, view)
         charges = self.charges.of((request.model, request.session))
         roomy = []
         for rank in ranks:
             charge = charges.get(rank.slot)
             elsewhere_tokens = rank.load.charged_tokens - request.charged_elsewhere.get(rank.slot, 0)
             others_tokens = self.charges.book(rank.slot).active_tokens + max(0, elsewhere_tokens)
-            charged_tokens = added_tokens = _added_tokens(request, rank.slot, charge, shared_tokens)
+            charged_tokens = added_tokens = added_footprint(
+                request, rank.slot, charge, shared_tokens=shared[rank.part.role]
+            )
             if charge is not None:
                 others_tokens -= 0 if charge.is_lapsable else charge.tokens
                 charged_tokens = charge.tokens_with(added_tokens)
@@ -377,22 +383,3 @@ class Admission:
         for rank in view.ranks:
             self.charges.book(rank.slot).budget_tokens = self._budget_tokens(rank)
             self.charges.shed(rank.slot)
-
-
-def _shared_tokens(request: RouteRequest, ranks: Sequence[RankView]) -> int:
-    """The head that every rank holds: it is stored once, and charged to nobody."""
-    return min(request.reusable_tokens.get(rank.slot, 0) for rank in ranks) if len(ranks) > 1 else 0
-
-
-def _footprint(request: RouteRequest, shared_tokens: int) -> int:
-    """Tokens that the request occupies by itself."""
-    return max(0, request.prompt_tokens - shared_tokens) + request.output_tokens
-
-
-def _added_tokens(request: RouteRequest, slot: int, charge: Charge | None, shared_tokens: int) -> int:
-    """Tokens that it brings to what its conversation has in flight there, of which it may find a part."""
-    tokens = _footprint(request, shared_tokens)
-    if charge is None or not charge.inflight:
-        return tokens
-    found_tokens = max(0, request.reusable_tokens.get(slot, 0) - shared_tokens)
-    return tokens - min(found_tokens, charge.inflight_tokens)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from router.core.admission import (
     Admission,
     AdmissionParameters,
@@ -78,7 +80,13 @@ class Desk:
         """Offered, admitted, and sent to the first slot that is open to it."""
         admit = self.offer(request, now=now)
         assert isinstance(admit, Admit), admit
-        return self.admission.start(request, min(admit.slots or {0}), self.view, now=now)
+        return self.start(request, min(admit.slots or {0}), allowed=admit.slots, now=now)
+
+    def start(
+        self, request: RouteRequest, slot: int, *, allowed: frozenset[int] | None = None, now: float = 0.0
+    ) -> Visit:
+        """Sent there, as the data plane does it: with the slots that were left open."""
+        return self.admission.start(msgspec.structs.replace(request, allowed=allowed), slot, self.view, now=now)
 
     def turn(self, request: RouteRequest, *, now: float = 0.0) -> None:
         """Sent, and over at once."""
@@ -106,19 +114,23 @@ class Ledger:
             if key[1] == slot and key[0] != but and (self.flying.get(key) or now - self.since.get(key, -1e9) <= 60)
         )
 
-    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float) -> None:
-        """To one rank, or to a pair."""
+    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float, found: Sequence[int] = ()) -> list[int]:
+        """To one rank, or to a pair; so many are ``found`` in what flies there. Returns what each adds."""
         for slot in slots:
             if not self.flying.get((name, slot)) and now - self.since.get((name, slot), now) > 60:
                 self.left.pop((name, slot), None)  # who comes back later may have lost its place
         for key in [key for key in self.left if key[0] == name and key[1] not in slots and not self.flying.get(key)]:
             if tokens >= 0.7 * max(self.left[key][-4:]):
                 del self.left[key]
-        for slot in slots:
-            self.flying.setdefault((name, slot), []).append(tokens)
+        added = []
+        for number, slot in enumerate(slots):
+            flying = self.flying.setdefault((name, slot), [])
+            added.append(tokens - min(sum(flying), found[number] if found else 0))
+            flying.append(added[-1])
+        return added
 
-    def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool) -> None:
-        self.flying[name, slot].remove(tokens)
+    def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool, added: int | None = None) -> None:
+        self.flying[name, slot].remove(tokens if added is None else added)
         if is_kept:
             self.left.setdefault((name, slot), []).append(tokens)
         self.since[name, slot] = now

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
+import msgspec
 import pytest
 
 from router.core.admission import Admission, AdmissionParameters, Admit, Barrier, Hold, Passage, Released, Visit
@@ -268,6 +269,7 @@ def test_pools_never_run_over() -> None:
         assert request.session is not None
         assert admit.slots
         name, tokens = request.session.session, request.prompt_tokens
+        request = msgspec.structs.replace(request, allowed=admit.slots)  # as the data plane sends it
         parts = {role: [slot for slot in admit.slots if roles[slot] is role] for role in (P, D, U)}
         alone = parts[U] if admit.why is Passage.ROOM else parts[U] + parts[D]
         slots = rng.choice([*product(parts[P], parts[D]), *((slot,) for slot in alone)])
