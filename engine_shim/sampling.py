@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_shim.placing import to_device, to_host
 from engine_shim.types import Chunk, ConstraintError, Request, Sampled, TokenLogprob
 
 #: What clients are told of a token that a grammar forbids; JSON has no infinity (OpenAI and vLLM say the same).
@@ -61,7 +62,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     chosen = logits.argmax(dim=-1)
     rows = [row for row, draw in enumerate(draws) if draw.temperature > 0.0]
     if rows:
-        chosen[rows] = _draw(logits[rows], [draws[row] for row in rows])
+        places = to_device(rows, logits.device)
+        chosen[places] = _draw(logits[places], [draws[row] for row in rows])
     return chosen
 
 
@@ -69,7 +71,7 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Keep the likeliest tokens that min-p, top-k and top-p leave, then invert their distribution."""
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+        return to_device(values, logits.device, dtype=torch.float64)[:, None]
 
     scaled = logits.double() / column([draw.temperature for draw in draws])
     likeliest, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
@@ -117,9 +119,9 @@ class Choice:
         self.tokens = tokens
         self._drafts = drafts
         self._stuck = stuck
-        self._tokens = _to_host(tokens)
+        self._tokens = to_host(tokens)
         self._logprobs = {
-            place: _Logprobs(_to_host(each.own), _to_host(each.values), _to_host(each.ids))
+            place: _Logprobs(to_host(each.own), to_host(each.values), to_host(each.ids))
             for place, each in (logprobs or {}).items()
         }
         self._copied = None
@@ -201,11 +203,11 @@ class Sampler:
         sampling = chunk.request.sampling
         if sampling.logit_bias:
             ids, biases = zip(*sampling.logit_bias, strict=True)
-            rows[:, list(ids)] += torch.tensor(biases, dtype=rows.dtype, device=rows.device)
+            rows[:, to_device(ids, rows.device)] += to_device(biases, rows.device, dtype=rows.dtype)
         early = sampling.min_tokens - chunk.draws
         if early > 0:
             stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_token_ids)
-            rows[:early, sorted(stops)] = -torch.inf
+            rows[:early].index_fill_(1, to_device(sorted(stops), rows.device, dtype=torch.int64), -torch.inf)
         if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
             self._penalise(rows, chunk.request, tried)
 
@@ -255,7 +257,7 @@ def held(chosen: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _count(counts: Tensor, tokens: Sequence[int]) -> Tensor:
-    ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
+    ids = to_device(tokens, counts.device, dtype=torch.int64)
     return counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
 
 
@@ -282,7 +284,8 @@ def _constrain(logits: Tensor, chunks: Sequence[Chunk], drafts: Sequence[tuple[i
         forbidden = torch.ones(len(rows), logits.shape[1], dtype=torch.bool)  # also what lies beyond a mask
         width = min(logits.shape[1], bits.shape[1])
         forbidden[:, :width] = ~bits[:, :width]
-        logits[rows] = logits[rows].masked_fill(forbidden.to(logits.device), -torch.inf)
+        places = to_device(rows, logits.device)
+        logits[places] = logits[places].masked_fill(to_device(forbidden, logits.device), -torch.inf)
     return stuck
 
 
@@ -298,11 +301,3 @@ def _told(logprobs: _Logprobs, tokens: int) -> tuple[TokenLogprob, ...]:
         TokenLogprob(logprob, tuple(zip(top_ids, top_values, strict=True)))
         for logprob, top_ids, top_values in zip(own, ids, values, strict=True)
     )
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is there once the device has come that far; on the CPU the tensor itself."""
-    if not tensor.is_cuda:
-        return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)

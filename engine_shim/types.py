@@ -294,12 +294,14 @@ class Sampled:
     """What one chunk came to: the drafts that held, in order, and the token after them.
 
     ``logprobs`` has an entry for each token, or none if nobody asked. Of ``drafted`` tried tokens all but the last of
-    ``tokens`` held. No tokens at all: the request cannot go on.
+    ``tokens`` held. No tokens at all: the request cannot go on. ``awaited`` is what the device has read for the token
+    that the chunk awaited; None where there was none, or the runner does not tell.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     drafted: int = 0
+    awaited: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

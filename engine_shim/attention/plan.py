@@ -87,14 +87,18 @@ def make_plan(
     layout: CacheLayout,
     *,
     drafts: Sequence[tuple[int, ...]] | None = None,
+    fills_awaited: bool = False,
     device: torch.device,
     dtype: torch.dtype,
     segments: bool = True,
 ) -> Plan:
     """The plan of ``batch``, with the ``drafts`` of each chunk run behind it; masks are of ``dtype``.
 
+    Tokens that are awaited are 0 if whoever asks ``fills_awaited`` in; else they raise ``ValueError``.
     Without ``segments`` there are no groups.
     """
+    if not fills_awaited and any(chunk.awaits_token for chunk in batch.chunks):
+        raise ValueError("a chunk awaits a token that nobody fills in")
     drafts = drafts or ((),) * len(batch.chunks)
     tokens = [
         token for chunk, drafted in zip(batch.chunks, drafts, strict=True) for token in (*_own_tokens(chunk), *drafted)

@@ -123,12 +123,24 @@ class ShadowRunner:
         held = [next(sampled).tokens[:-1] if chunk.samples else () for chunk in batch.chunks]
         # A request that was aborted meanwhile has not been given the token that the chunk awaited.
         known = [len(chunk.request.tokens) >= chunk.start + chunk.count for chunk in batch.chunks]
+        self._check_awaited(batch, results)
         chunks, held = list(compress(batch.chunks, known)), list(compress(held, known))
         self._write(chunks, held)
         for chunk, drafts in zip(chunks, held, strict=True):
             if chunk in checked:
                 self._check(chunk, [*chunk.request.tokens[: chunk.start + chunk.count], *drafts])
         return results
+
+    def _check_awaited(self, batch: Batch, results: Sequence[Sampled]) -> None:
+        """What the device read for tokens that the host did not know is what the step before has chosen."""
+        sampling = (chunk for chunk in batch.chunks if chunk.samples)
+        for chunk, sampled in zip(sampling, results, strict=True):
+            here = chunk.request.tokens[chunk.start : chunk.start + 1]
+            if sampled.awaited is not None and here not in ([], [sampled.awaited]):
+                raise ShadowError(
+                    f"request {chunk.request.id!r} has run token {sampled.awaited} for {here[0]} "
+                    f"at position {chunk.start}, which it awaited"
+                )
 
     def received(self, namespace: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
         """Book pages that another rank computed: ``tables`` as the cache has them for these tokens, whole pages."""

@@ -92,7 +92,8 @@ class TorchRunner:
         if self._drafter is not None:
             return functools.partial(self._run_drafted, batch)
         takes_graph = self._graphs is not None and self._graphs.takes(batch)
-        step = self._newest = Step(batch, None if takes_graph else self._plan(batch), behind=self._newest)
+        plan = None if takes_graph else self._plan(batch, fills_awaited=True)
+        step = self._newest = Step(batch, plan, behind=self._newest, device=self.decoder.device)
         if self._thread is None:
             self._forward(step)
         else:
@@ -177,11 +178,14 @@ class TorchRunner:
             drafts[i] = tokens[:fitting]
         return drafts
 
-    def _plan(self, batch: Batch, drafts: Sequence[tuple[int, ...]] | None = None) -> Plan:
+    def _plan(
+        self, batch: Batch, drafts: Sequence[tuple[int, ...]] | None = None, *, fills_awaited: bool = False
+    ) -> Plan:
         return make_plan(
             batch,
             self.layout,
             drafts=drafts,
+            fills_awaited=fills_awaited,
             device=self.decoder.device,
             dtype=self.decoder.dtype,
             segments=not self._kernels,

@@ -21,10 +21,14 @@ class Launch:
 
 
 class Launches:
-    """Oldest first; each is committed before the next one is."""
+    """Oldest first; each is committed before the next one is.
 
-    def __init__(self, layout: CacheLayout) -> None:
+    ``drafts``: the runner may try some in any step, also in one that follows a step without.
+    """
+
+    def __init__(self, layout: CacheLayout, *, drafts: bool) -> None:
         self._layout = layout
+        self._drafts = drafts
         self._steps: deque[Launch] = deque()
 
     def __len__(self) -> int:
@@ -56,17 +60,17 @@ class Launches:
         """Whether the step after the one launched can be chosen and run before anybody has seen that one's tokens.
 
         One is enough: more would only run in vain behind an end.
-        What a draft, a grammar or a penalty makes of the next step depends on them, and so it waits: for all requests,
-        lest some run less often than others. It also waits where the step's end changes more than lengths: loads that
-        land, a window that has been rebuilt, a state that is kept on a page boundary.
+        What a grammar or a penalty makes of the next step depends on them, and so it waits: for all requests, lest some
+        run less often than others. Where drafts are tried every step waits: how many hold says where the next begins,
+        and one that went ahead would try none. It also waits where the step's end changes more than lengths: loads
+        that land, a window that has been rebuilt, a state that is kept on a page boundary.
         """
-        if len(self._steps) != 1 or self._steps[0].batch.loads:
+        if self._drafts or len(self._steps) != 1 or self._steps[0].batch.loads:
             return False
         state, page = self._layout.state, self._layout.page_tokens
         return not any(
             entry.aborted
             or entry.rebuilt_until
-            or chunk.room
             or (chunk.samples and _needs_tokens(entry.request))
             or (state is not None and (chunk.start + chunk.count) % page == 0)
             for chunk, entry in zip(self._steps[0].batch.chunks, self._steps[0].entries, strict=True)

@@ -80,7 +80,7 @@ class Scheduler(CacheFace):
         self._entries: dict[str, Entry] = {}
         self._waiting: list[Entry] = []  # by precedence
         self._running: list[Entry] = []  # as they were admitted
-        self._launches = Launches(layout)
+        self._launches = Launches(layout, drafts=draft_tokens > 0)
         self._is_short = False  # of pages for whoever is next to be admitted
         self._outputs: list[Output] = []
         self._arrivals = self._admissions = 0

@@ -42,6 +42,7 @@ class ParityRank:
         kernels: bool = False,
         graph_decodes: int = 0,
         window_tails: WindowTails = WindowTails.STORED,
+        overlaps: bool = False,
     ) -> None:
         self.layout = layout_for(
             decoder.config,
@@ -55,7 +56,12 @@ class ParityRank:
         )
         self.drafter = drafter(self.layout) if callable(drafter) else drafter
         self.runner = TorchRunner(
-            decoder, self.layout, drafter=self.drafter, kernels=kernels, graph_decodes=graph_decodes
+            decoder,
+            self.layout,
+            drafter=self.drafter,
+            kernels=kernels,
+            graph_decodes=graph_decodes,
+            overlaps=overlaps,
         )
         self.scheduler = Scheduler(
             self.layout,

@@ -45,8 +45,8 @@ class OverlappedRank(ParityRank):
     """Steps as the engine does, one ahead of the one that runs; ``overlaps`` False runs the same one by one."""
 
     def __init__(self, decoder: Decoder, *, overlaps: bool, **options: Any) -> None:
-        super().__init__(decoder, record=False, pool_tokens=400, max_running=4, chunk_tokens=32, **options)
-        self.runner = TorchRunner(decoder, self.layout, overlaps=overlaps)
+        sizes = {"pool_tokens": 400, "max_running": 4, "chunk_tokens": 32}
+        super().__init__(decoder, record=False, overlaps=overlaps, **{**sizes, **options})
         self.shadow = ShadowRunner(self.runner, self.layout, generations=self.scheduler.generations)
         self.flights: deque[tuple[Batch, StepLanding]] = deque()
         self.overlaps = overlaps

@@ -216,10 +216,11 @@ def test_whose_next_token_depends_on_the_last_ones_is_waited_for(needy: Sampling
 
 
 def test_drafts_are_waited_for() -> None:
-    """How many of them hold decides where the next step begins."""
+    """How many of them hold decides where the next step begins; nor does one without any go ahead, behind a prompt."""
     rank = Rank(FULL, draft_tokens=3)
     rank.scheduler.add(Request("a", (1, 2, 3), Sampling(20, ignore_eos=True)))
     rank.launch(ahead=False)
+    assert rank.launch(ahead=True) is None
     rank.land()
     drafted = rank.launch(ahead=False)
     assert drafted is not None
