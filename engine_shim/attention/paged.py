@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,21 +13,76 @@ from engine_shim.attention.plan import GroupPlan, Plan, Segment
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheLayout, GroupKind
 
+#: How many tokens a kept copy has room for beyond those it was made of.
+_ROOM_TOKENS = 64
+#: Bytes of kept copies at most, of one rank; what finds no room is gathered at every step.
+_KEPT_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Copies of a segment's keys and values as of a step, ``[B, tokens, kv_heads, head_dim]``, and their memory."""
+
+    step: int
+    copies: tuple[Tensor, Tensor]
+    memory: tuple[Tensor, Tensor]
+
 
 class Gathered:
-    """Where the keys and values that one attention call reads are brought together, each call in the place of the last.
+    """Where the keys and values that attention reads are brought together, each call in the place of the last.
 
-    On the CPU fresh memory costs page faults, which take longer than the copy itself.
+    On the CPU fresh memory costs page faults, which take longer than the copy itself. Of decodes that go on from the
+    step before a copy is kept, and each step adds its tokens: from the second such step on, so that those who change
+    at every step pay nothing for it. It lies head by head, which torch's kernel reads faster than token by token.
     """
 
     def __init__(self) -> None:
         self._keys = self._values = torch.empty(0)
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by pool and place
 
     def __call__(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         """A segment's keys and values, ``[B, L, kv_heads, head_dim]``, of pools ``[pages, page_tokens, ...]``.
 
         Good until the next call.
         """
+        going_on = segment.going_on
+        if going_on is None or not going_on.follows:
+            return self._gather(keys, values, segment)
+        at = (keys.data_ptr(), going_on.place)
+        kept = self._kept.get(at)
+        if kept is not None and kept.step == going_on.step - 1 and kept.copies[0].shape[1] >= segment.keys.stop:
+            for copy, pool in zip(kept.copies, (keys, values), strict=True):
+                own = pool.flatten(0, 1).index_select(0, going_on.slots)
+                copy.index_put_(going_on.rows_positions, own)
+            kept.step = going_on.step
+        else:
+            gathered = self._gather(keys, values, segment)
+            memory = self._memory(at, gathered[0], step=going_on.step)
+            if memory is None:
+                return gathered
+            copies = (_by_head(gathered[0], memory[0]), _by_head(gathered[1], memory[1]))
+            kept = self._kept[at] = _Kept(going_on.step, copies, memory)
+        return kept.copies[0][:, segment.keys], kept.copies[1][:, segment.keys]
+
+    def _memory(self, at: tuple[int, int], gathered: Tensor, *, step: int) -> tuple[Tensor, Tensor] | None:
+        """Memory for copies of ``gathered`` and a copy's room: what was there, new, or None where all is taken."""
+        batch, length, heads, head_dim = gathered.shape
+        size = batch * heads * (length + _ROOM_TOKENS) * head_dim
+        before = self._kept.pop(at, None)
+        if before is not None and before.memory[0].numel() >= size:
+            return before.memory
+        size += size // 4
+        room = _KEPT_BYTES - 2 * size * gathered.element_size()
+        if self._kept_bytes() > room:
+            self._kept = {at: kept for at, kept in self._kept.items() if kept.step >= step - 1}
+        if self._kept_bytes() > room:
+            return None
+        return gathered.new_empty(size), gathered.new_empty(size)
+
+    def _kept_bytes(self) -> int:
+        return sum(2 * kept.memory[0].nbytes for kept in self._kept.values())
+
+    def _gather(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
         batch, pages = segment.pages.shape
         needed = batch * pages * keys[0].numel()
         if self._keys.numel() < needed or self._keys.dtype is not keys.dtype:
@@ -45,6 +101,16 @@ class Gathered:
         if segment.blank is not None:
             buffer.view(-1, pool.shape[2] * pool.shape[3]).index_fill_(0, segment.blank, 0.0)
         return buffer.view(segment.pages.shape[0], -1, *pool.shape[2:])[:, segment.keys]
+
+
+def _by_head(gathered: Tensor, memory: Tensor) -> Tensor:
+    """A copy of ``[B, L, kv_heads, head_dim]`` that lies head by head, with zeros in the room behind it."""
+    batch, length, heads, head_dim = gathered.shape
+    shape = (batch, heads, length + _ROOM_TOKENS, head_dim)
+    copy = memory[: math.prod(shape)].view(shape).transpose(1, 2)
+    copy[:, :length] = gathered
+    copy[:, length:] = 0.0
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

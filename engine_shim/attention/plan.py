@@ -15,9 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_shim.attention.going_on import GoingOn, Succession
 from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind
 
 Integers = npt.NDArray[np.int64]
+#: Up to here decodes share a segment whatever their lengths: what is hidden costs less than another call.
+_SHORT_TOKENS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Segment:
     stands again. ``blank`` are the tokens of the pages, counted through, that are to be zeroed before they are read,
     since nobody may have written them; None: there are none. ``mask`` is added to the scores, ``[B, 1, C, L]`` of 0
     and -inf; None means that every query sees every key, or, with ``causal`` (C = L), the keys up to its own.
+    ``going_on`` is set for decodes whose keys, all from the first on, may be kept from step to step.
     """
 
     rows: Tensor | slice
@@ -37,6 +41,7 @@ class Segment:
     blank: Tensor | None
     mask: Tensor | None
     causal: bool
+    going_on: GoingOn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +96,15 @@ def make_plan(
     device: torch.device,
     dtype: torch.dtype,
     segments: bool = True,
+    succession: Succession | None = None,
 ) -> Plan:
     """The plan of ``batch``, with the ``drafts`` of each chunk run behind it; masks are of ``dtype``.
 
     Tokens that are awaited are 0 if whoever asks ``fills_awaited`` in; else they raise ``ValueError``.
-    Without ``segments`` there are no groups.
+    Without ``segments`` there are no groups. ``succession`` is told of every batch of a rank in the order they run.
     """
+    if succession is not None:
+        succession.begin()
     if not fills_awaited and any(chunk.awaits_token for chunk in batch.chunks):
         raise ValueError("a chunk awaits a token that nobody fills in")
     drafts = drafts or ((),) * len(batch.chunks)
@@ -123,7 +131,7 @@ def make_plan(
         positions=place(np.array(positions, dtype=np.int64)),
         sampled=place(sampled),
         groups=tuple(
-            group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype)
+            group_plan(chunks, group, page_tokens=layout.page_tokens, device=device, dtype=dtype, succession=succession)
             for group in attention
             if segments
         ),
@@ -137,7 +145,13 @@ def _own_tokens(chunk: Chunk) -> Sequence[int]:
 
 
 def group_plan(
-    chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int, device: torch.device, dtype: torch.dtype
+    chunks: Sequence[Chunk],
+    group: CacheGroup,
+    *,
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    succession: Succession | None = None,
 ) -> GroupPlan:
     """What chunks that run side by side write and read in one group of attention layers."""
 
@@ -152,7 +166,9 @@ def group_plan(
             rows = slice(int(ends[members[0]]) - chunks[members[0]].count, int(ends[members[-1]]))
         else:
             rows = place(np.concatenate([np.arange(ends[i] - chunks[i].count, ends[i]) for i in members]))
-        keys = _keys([chunks[i] for i in members], group, page_tokens=page_tokens)
+        served = [chunks[i] for i in members]
+        keys = _keys(served, group, page_tokens=page_tokens)
+        decodes = keys.count == 1 and group.kind is GroupKind.FULL
         causal = keys.offset == 0 and keys.count > 1 and not keys.windowed(group)
         segments.append(
             Segment(
@@ -162,6 +178,9 @@ def group_plan(
                 blank=None if keys.blank is None else place(keys.blank),
                 mask=None if causal else _mask(keys, group, device=device, dtype=dtype),
                 causal=causal,
+                going_on=succession.find(served, group, page_tokens=page_tokens, device=device)
+                if succession is not None and decodes
+                else None,
             )
         )
     writes = group_writes(chunks, group, page_tokens=page_tokens, device=device)
@@ -217,10 +236,10 @@ def _states(
 
 
 def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
-    """Which chunks share a segment: each prefill alone, decodes with those of a length within a factor of two."""
+    """Which chunks share a segment: each prefill alone, decodes with the short or with those within a factor of two."""
 
     def bucket(i: int) -> int:
-        return min(chunks[i].start, group.window_tokens or chunks[i].start).bit_length()
+        return max(_SHORT_TOKENS, min(chunks[i].start, group.window_tokens or chunks[i].start)).bit_length()
 
     prefills = [[i] for i, chunk in enumerate(chunks) if chunk.count > 1]
     decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.count == 1), key=bucket)

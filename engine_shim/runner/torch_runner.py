@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.attention.buffers import Buffers
+from engine_shim.attention.going_on import Succession
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
 from engine_shim.attention.recurrent import PagedRecurrence, States
@@ -72,6 +73,7 @@ class TorchRunner:
             if net is not None and group is not None
             else None
         )
+        self._succession = Succession() if decoder.device.type == "cpu" and not kernels else None
         self._drafter = drafter
         self._kernels = kernels
         self._graphs = self._new_graphs(graph_decodes) if kernels and graph_decodes and drafter is None else None
@@ -189,6 +191,7 @@ class TorchRunner:
             device=self.decoder.device,
             dtype=self.decoder.dtype,
             segments=not self._kernels,
+            succession=self._succession,
         )
 
     def _recurrence(self, plan: Plan) -> PagedRecurrence | None:
