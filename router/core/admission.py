@@ -149,11 +149,6 @@ class Admission:
         """Place in the queue, 1 at its head; None if it does not wait."""
         return next((place for place, queued in enumerate(self._queue, start=1) if queued == ticket), None)
 
-    @property
-    def longest_idle_seconds(self) -> float:
-        """After this nobody's room is kept for certain."""
-        return self._parameters.most_idle_seconds
-
     def charged_tokens(self, slot: int) -> int:
         """What conversations occupy on a rank, the idle included."""
         book = self.charges.book(slot)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -97,10 +97,16 @@ class Visit:
         self.cold = False
 
 
+def _nobody(conversation: Conversation, slot: int) -> None:
+    """Nobody wants to know."""
+
+
 class Charges:
     """The charges of all conversations, and the books of all ranks. ``now`` from one monotonic clock."""
 
     def __init__(self) -> None:
+        #: Told a conversation and a slot whenever it is charged otherwise there than before.
+        self.on_changed: Callable[[Conversation, int], None] = _nobody
         self._charges: dict[Conversation, dict[int, Charge]] = {}
         self._books: dict[int, Book] = {}
         self._due: list[tuple[float, int, Charge]] = []  # a heap by when they may lapse
@@ -112,6 +118,10 @@ class Charges:
     def of(self, conversation: Conversation) -> Mapping[int, Charge]:
         """Its charges by slot."""
         return self._charges.get(conversation, {})
+
+    def all(self) -> Iterator[Charge]:
+        """Every charge."""
+        return (charge for charges in self._charges.values() for charge in charges.values())
 
     def book(self, slot: int) -> Book:
         """A rank's book, made on first use."""
@@ -148,6 +158,7 @@ class Charges:
         charge.patience_seconds = patience_seconds
         visit.book.active_tokens += charge.tokens
         visit.book.cold_starts += visit.cold
+        self.on_changed(conversation, slot)
 
     def close(self, visit: Visit, *, left_tokens: int | None, now: float) -> None:
         """The visit is over and has left so much in its rank's cache; None: nothing."""
@@ -165,6 +176,7 @@ class Charges:
         book.active_tokens += charge.tokens - before
         if charge.inflight:
             return
+        self.on_changed(charge.conversation, charge.slot)
         if not charge.left:
             self._strike(charge)
             return
@@ -196,6 +208,7 @@ class Charges:
             del book.idle[charge.conversation]
             book.lapsable[charge.conversation] = charge
             charge.is_lapsable = True
+            self.on_changed(charge.conversation, charge.slot)
             book.active_tokens -= charge.tokens
             book.lapsable_tokens += charge.tokens
 
@@ -230,6 +243,7 @@ class Charges:
         del charges[charge.slot]
         if not charges:
             del self._charges[charge.conversation]
+        self.on_changed(charge.conversation, charge.slot)
 
     def _take_out(self, charge: Charge) -> None:
         """Take a charge out of its rank's book."""

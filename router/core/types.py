@@ -207,7 +207,8 @@ class RouteRequest(Frozen, frozen=True):
     ``return_ratio`` is how likely the conversation is to ask again soon, as far as is known.
     ``handovers`` are the contracts by which prompt and answer may be computed apart; none: any rank does.
     ``prefill_home`` is the slot of the prefill rank that computed this session's last prompt.
-    ``charged_elsewhere[slot]`` are the tokens with which another router charges this conversation on that rank.
+    ``charged_elsewhere[slot]`` are the tokens with which other routers charge this conversation on that rank, and will
+    not once it is served here: while it has requests in flight there, none.
     ``is_beginning``: requests of the session are on their way, and none has been answered yet.
     """
 

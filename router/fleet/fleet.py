@@ -33,7 +33,7 @@ from router.core.types import (
 from router.core.usable import Geometry
 from router.fleet.gauges import unwatch, watch
 from router.fleet.member import HeldBack, Member, RankInfo
-from router.fleet.shared import Embedded, SharedState
+from router.fleet.shared import ChangedCharges, Embedded, SharedState
 from router.fleet.target import ModelCard, Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
@@ -82,6 +82,8 @@ class Fleet:
         self.on_taken: Callable[[Conversation], None] = lambda _conversation: None
         #: Tokens of the contexts that admission charges each rank with.
         self.charged: Callable[[], Mapping[RankId, int]] = dict
+        #: The conversations that it charges otherwise than it last said.
+        self.changed_charges: ChangedCharges = lambda *, whole: (whole, ())
         self._members: dict[int, Member] = {}
         self._slots: dict[RankId, int] = {}
         self._geometries: dict[str, Geometry] = {}

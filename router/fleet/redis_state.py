@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -80,6 +80,7 @@ class RedisState:
         self._echo_at = -math.inf
         self._refused: set[str] = set()
         self._has_deeds = False
+        self._is_whole_due = True
         self._is_carrying_out = False
         self._wake = asyncio.Event()
         self._asked = asyncio.Event()
@@ -108,6 +109,10 @@ class RedisState:
         self._homes.use(digest, rank, prompt_tokens=prompt_tokens, now=self._clock(), conversation=(model, session))
         if self._homes.has_untold:
             self._wake.set()
+
+    def charges(self, model: str, session: SessionKey) -> Mapping[RankId, int]:
+        """What the other replicas charge the session with."""
+        return self._peers.charges(wire.session_digest(model, *session))
 
     async def look_up(self, model: str, session: SessionKey, *, in_pairs: bool = False) -> None:
         """Ask Redis where the session is at home, unless that is known or Redis is not answering as it is."""
@@ -205,6 +210,7 @@ class RedisState:
                         raise exceptions.TimeoutError("nothing comes back, not even what this replica says")
                 elif message["type"] == "subscribe":
                     self._homes.gap(now=now)
+                    self._peers.gap()
                     heard_at = now
                 elif message["type"] == "message":
                     self._hear(message["data"], fleet, now=now)
@@ -225,9 +231,10 @@ class RedisState:
                 for home in homes:
                     if (taken := self._hear_home(home, now=now)) is not None:
                         fleet.on_taken(taken)
-            case wire.Loads(replica=replica, ranks=ranks):
+            case wire.Loads(replica=replica, ranks=ranks, charges=charges, is_whole=is_whole):
+                self._is_whole_due |= replica not in self._peers
                 loads = hear_loads(ranks, now=now)
-                self._set_loads(fleet, self._peers.hear(replica, loads, now=now))
+                self._set_loads(fleet, self._peers.hear(replica, loads, now=now, charges=charges, is_whole=is_whole))
             case wire.Farewell(replica=replica):
                 self._set_loads(fleet, self._peers.forget(replica))
             case wire.WorkersChanged():
@@ -252,15 +259,14 @@ class RedisState:
 
     async def _tell(self, redis: Redis, fleet: Fleet, registry: Registry) -> None:
         self._homes.tell_again()
+        self._is_whole_due = True
         publish_at = sync_at = -math.inf
         try:
             while goes_on():
                 await self._tell_homes(redis)
                 now = self._clock()
                 if now >= publish_at:
-                    loads = [(member.id, member.load) for member in fleet.members()]
-                    works = tell_loads(loads, now=now, charged_tokens=fleet.charged())
-                    await self._say(redis, wire.Loads(self._replica, works))
+                    await self._say(redis, self._loads(fleet, now=now))
                     publish_at = now + self._settings.publish_seconds
                 if now >= sync_at or self._has_deeds:
                     await self._sync(redis, registry)
@@ -271,6 +277,15 @@ class RedisState:
                 async with asyncio.timeout(_FAREWELL_SECONDS):
                     await self._say(redis, wire.Farewell(self._replica))
             raise
+
+    def _loads(self, fleet: Fleet, *, now: float) -> wire.Loads:
+        """All work, and of its charges what has changed; all of them to those who have not heard of them."""
+        is_whole, changed = fleet.changed_charges(whole=self._is_whole_due)
+        self._is_whole_due = False
+        charges = [wire.Charged(wire.session_digest(of[0], *of[1]), *rank, tokens) for of, rank, tokens in changed]
+        loads = [(member.id, member.load) for member in fleet.members()]
+        works = tell_loads(loads, now=now, charged_tokens=fleet.charged())
+        return wire.Loads(self._replica, works, charges, is_whole)
 
     async def _rest(self, seconds: float) -> None:
         """Until somebody must be told something, or a sign of life is due."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from router.core.load import add_loads, recent_seconds
 from router.core.returns import Conversation
 from router.core.types import RankId, RankLoad, SessionKey
-from router.wire.redis import RankWork
+from router.wire.redis import Charged, RankWork
 
 
 @dataclass(slots=True)
@@ -38,12 +38,31 @@ class SharedHome:
     conversation: Conversation | None = None
 
 
+class ConversationCharge(NamedTuple):
+    """What this process charges a conversation with on a rank, as ``wire.redis.Charged`` tells it."""
+
+    conversation: Conversation
+    rank: RankId
+    tokens: int | None
+
+
+class ChangedCharges(Protocol):
+    """What this process charges otherwise than it last said; ``whole``: all of it. Whether it is all comes first."""
+
+    def __call__(self, *, whole: bool) -> tuple[bool, Sequence[ConversationCharge]]: ...
+
+
 class SharedState(Protocol):
     """State common to the replicas. Nothing here raises or blocks; ``look_up`` ends within a few milliseconds."""
 
     @property
     def is_shared(self) -> bool:
         """There may be other replicas."""
+
+    def charges(self, model: str, session: SessionKey) -> Mapping[RankId, int]:
+        """Where other replicas charge the session, as far as this process has heard, each with the tokens that it will
+        give up as soon as this one serves it.
+        """
 
     def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> SharedHome | None:
         """Where any replica last sent the session, as far as this process has heard. ``is_prefill``: for its prompt to
@@ -63,6 +82,9 @@ class Embedded:
     """One replica: its own books are all there is."""
 
     is_shared = False
+
+    def charges(self, model: str, session: SessionKey) -> Mapping[RankId, int]:
+        return {}
 
     def home(self, model: str, session: SessionKey, *, is_prefill: bool = False) -> None:
         return None
@@ -198,10 +220,13 @@ class HomeBook:
 class _Peer:
     heard_at: float
     loads: Mapping[RankId, RankLoad] = field(default_factory=dict)
+    charges: dict[bytes, dict[RankId, int]] = field(default_factory=dict)
 
 
 class PeerLoads:
-    """The work that the other replicas have on each rank. What a replica told ends with its lease.
+    """The work that the other replicas have on each rank, and whom they charge there. What a replica told ends with its
+    lease, and what it told of charges when news may have been missed: nobody must be credited with a charge that has
+    ended.
 
     Methods return the ranks whose sum may have changed.
     """
@@ -213,11 +238,46 @@ class PeerLoads:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def hear(self, replica: str, loads: Mapping[RankId, RankLoad], *, now: float) -> set[RankId]:
-        """A replica tells all its work; ranks it does not name have none."""
+    def __contains__(self, replica: str) -> bool:
+        return replica in self._peers
+
+    def hear(
+        self,
+        replica: str,
+        loads: Mapping[RankId, RankLoad],
+        *,
+        now: float,
+        charges: Iterable[Charged] = (),
+        is_whole: bool = False,
+    ) -> set[RankId]:
+        """A replica tells all its work; ranks it does not name have none. ``charges`` have changed, or are all."""
         before = self._peers.get(replica)
-        self._peers[replica] = _Peer(now, loads)
+        peer = self._peers[replica] = _Peer(now, loads)
+        if before is not None and not is_whole:
+            peer.charges = before.charges
+        for charged in charges:
+            of_session = peer.charges.setdefault(charged.digest, {})
+            rank = RankId(charged.worker, charged.rank)
+            if charged.tokens is not None:
+                of_session[rank] = charged.tokens
+            else:
+                of_session.pop(rank, None)
+            if not of_session:
+                del peer.charges[charged.digest]
         return {*loads, *(before.loads if before else ())}
+
+    def gap(self) -> None:
+        """News may have been missed."""
+        for peer in self._peers.values():
+            peer.charges = {}
+
+    def charges(self, digest: bytes) -> dict[RankId, int]:
+        """What the others charge a session with, by rank."""
+        found: dict[RankId, int] = {}
+        for peer in self._peers.values():
+            for rank, tokens in peer.charges.get(digest, {}).items():
+                found[rank] = found.get(rank, 0) + tokens
+        return found
 
     def forget(self, replica: str) -> set[RankId]:
         """A replica has stopped."""

@@ -7,18 +7,21 @@ body, its keys and an entry here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from router.core.admission import Admission, Hold, Released, Visit
 from router.core.returns import Conversation
 from router.core.turnover import Turnover
 from router.core.types import FleetView, RankId, RouteRequest, SessionKey
 from router.fleet.fleet import Fleet
+from router.fleet.shared import ConversationCharge
 from router.proxy.types import HoldEnd
 from router.telemetry.metrics import Metrics
 
 #: Time alone may make room: conversations that have been idle for long lapse.
 _LOOK_AGAIN_SECONDS = 1.0
+#: Changes of charges that are kept for the other replicas while they cannot be told.
+_MOST_UNTOLD = 10_000
 
 #: Told where the request may be sent (None: anywhere).
 Go = Callable[[frozenset[int] | None], None]
@@ -59,6 +62,8 @@ class Holding:
         self._held: dict[int, HeldRequest] = {}
         self._turnover = Turnover()
         self._known: dict[int, RankId] = {}
+        self._untold: dict[tuple[Conversation, RankId], None] = {}
+        self._is_whole_due = False
         self._seen_version = -1
         self._is_releasing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -69,6 +74,9 @@ class Holding:
             lambda: sum(admission.charged_tokens(rank.slot) for rank in fleet.view.ranks)
         )
         fleet.charged = self._charged
+        fleet.changed_charges = self._changed_charges
+        if fleet.shared.is_shared:
+            admission.charges.on_changed = self._changed
         fleet.on_taken = self._taken
         metrics.admission_on.set_function(lambda: float(admission.guard.on))
 
@@ -88,16 +96,36 @@ class Holding:
     # --- other replicas -----------------------------------------------------------------------------
 
     def charged_elsewhere(self, model: str, session: SessionKey) -> Mapping[int, int]:
-        """What another replica, which served the conversation not long ago, charges it with, by slot."""
-        fleet, since = self._fleet, self._fleet.clock() - self._admission.longest_idle_seconds
-        kinds = (False, True) if fleet.view.is_disaggregated else (False,)
-        homes = [fleet.shared.home(model, session, is_prefill=is_prefill) for is_prefill in kinds]
-        charged = {
-            home.rank: home.prompt_tokens
-            for home in homes
-            if home is not None and not home.is_own and home.used_at >= since
-        }
-        return {rank.slot: charged[rank.id] for rank in fleet.view.ranks if rank.id in charged} if charged else {}
+        """What other replicas charge the conversation with, by slot."""
+        charged = self._fleet.shared.charges(model, session)
+        return {rank.slot: charged[rank.id] for rank in self._fleet.view.ranks if rank.id in charged} if charged else {}
+
+    def _changed(self, conversation: Conversation, slot: int) -> None:
+        """To be told to the other replicas. What they have not been told for long is told as a whole."""
+        if (rank := self._known.get(slot)) is not None:
+            self._untold[conversation, rank] = None
+        if len(self._untold) > _MOST_UNTOLD:
+            self._untold.clear()
+            self._is_whole_due = True
+
+    def _changed_charges(self, *, whole: bool) -> tuple[bool, Sequence[ConversationCharge]]:
+        charges, slots = self._admission.charges, {rank.id: rank.slot for rank in self._fleet.view.ranks}
+        whole = whole or self._is_whole_due
+        if whole:
+            known = {rank.slot: rank.id for rank in self._fleet.view.ranks}
+            changed = [(each.conversation, known[each.slot]) for each in charges.all() if each.slot in known]
+        else:
+            changed = list(self._untold)
+        self._untold.clear()
+        self._is_whole_due = False
+        told = []
+        for conversation, rank in changed:
+            charge = charges.of(conversation).get(slots.get(rank, -1))
+            tokens = None
+            if charge is not None and not charge.is_lapsable:
+                tokens = 0 if charge.inflight else charge.tokens
+            told.append(ConversationCharge(conversation, rank, tokens))
+        return whole, told
 
     def _charged(self) -> Mapping[RankId, int]:
         """What is charged to each rank by this replica, but for what may lapse."""

@@ -208,6 +208,17 @@ class RankWork(msgspec.Struct, frozen=True, array_like=True):
     charged_tokens: Count = 0
 
 
+class Charged(msgspec.Struct, frozen=True, array_like=True):
+    """With how many ``tokens`` a replica charges a session on a rank and will not once another serves it: 0 while its
+    requests are in flight. None: it charges it there no more.
+    """
+
+    digest: bytes
+    worker: str
+    rank: Count
+    tokens: Count | None
+
+
 class Homes(msgspec.Struct, frozen=True, array_like=True, tag="homes"):
     """Sessions that a replica has sent somewhere."""
 
@@ -216,10 +227,14 @@ class Homes(msgspec.Struct, frozen=True, array_like=True, tag="homes"):
 
 
 class Loads(msgspec.Struct, frozen=True, array_like=True, tag="loads"):
-    """All the work of a replica, told again and again: it is also the sign that the replica lives."""
+    """All the work of a replica, told again and again: it is also the sign that the replica lives. ``charges`` are
+    those that have changed since it last told; all of them, if ``is_whole``.
+    """
 
     replica: str
     ranks: list[RankWork]
+    charges: list[Charged] = []
+    is_whole: bool = False
 
 
 class WorkersChanged(msgspec.Struct, frozen=True, array_like=True, tag="workers"):

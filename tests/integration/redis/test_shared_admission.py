@@ -6,7 +6,7 @@ import json
 
 from redis import Redis
 
-from router.core.types import Engine, RankId, RankStatus
+from router.core.types import Engine, RankId, RankStatus, SessionKey
 from router.fleet.target import Target
 from router.proxy.brain import RouterBrain
 from router.proxy.holding import HeldRequest
@@ -42,7 +42,9 @@ class Router:
         settings = RoutingSettings(admission="guarded")
         self.brain = RouterBrain(made.fleet, settings=settings, metrics=made.metrics)
 
-    async def ask(self, session: str, tokens: int, *, end: bool = True) -> Attempt | HeldRequest:
+    async def ask(
+        self, session: str, tokens: int, *, end: bool = True, outcome: Outcome = Outcome.OK
+    ) -> Attempt | HeldRequest:
         """A prompt of so many tokens, told by its bytes, of an answer of 1; it is held or answered."""
         text = f"{session} " + 4 * tokens * "x"
         body = json.dumps({"model": "m", "prompt": text, "max_tokens": 1}).encode()
@@ -54,8 +56,18 @@ class Router:
         attempt = self.brain.choose(prepared)
         attempt.lease.first_byte()
         if end:
-            attempt.lease.close(Outcome.OK, None)
+            attempt.lease.close(outcome, None)
         return attempt
+
+    def credit(self, session: str) -> dict[int, int]:
+        """What the other is known to charge the session with, by slot."""
+        assert self.brain._holding is not None
+        return dict(self.brain._holding.charged_elsewhere("m", SessionKey("t", session)))
+
+    def age(self, seconds: float) -> None:
+        """So long passes for the charges."""
+        assert self.brain._holding is not None
+        self.brain._holding._admission.charges.age(self.made.fleet.clock() + seconds)
 
     @property
     def own_tokens(self) -> float:
@@ -107,3 +119,47 @@ async def test_who_is_admitted_at_one_replica_is_at_the_other(server: RedisServe
             held = await router.ask("newcomer", 2_000)
             assert isinstance(held, HeldRequest)
             held.leave()
+
+
+async def test_nobody_is_credited_with_a_place_that_it_has_lost(server: RedisServer, client: Redis) -> None:
+    """At A a session of 6,000 of 10,000 tokens falls idle for long, and another one gets its room: at B it waits, as it
+    would at A. While it is charged at A it would pass at B."""
+    async with replica(server, "a") as first, replica(server, "b") as second:
+        a, b = Router(first), Router(second)
+        assert isinstance(await a.ask("s", 6_000), Attempt)
+        await until(lambda: any(tokens > 6_000 for tokens in b.credit("s").values()))
+        a.age(121.0)
+        assert isinstance(await a.ask("s2", 6_000), Attempt)
+        await until(lambda: not b.credit("s") and any(b.credit("s2").values()) and b.other_tokens == a.own_tokens)
+        held = await b.ask("s", 6_100)
+        assert isinstance(held, HeldRequest)
+        held.leave()
+        assert isinstance(await b.ask("s2", 6_100), Attempt)
+
+
+async def test_what_failed_or_is_in_flight_at_the_other_is_no_credit(server: RedisServer, client: Redis) -> None:
+    """A request failed at A: nothing is charged for it. One in flight there keeps its room until it has ended; another
+    of its session, of which less than 70 % is cached, finds none at B."""
+    async with replica(server, "a") as first, replica(server, "b") as second:
+        a, b = Router(first), Router(second)
+        assert isinstance(await a.ask("failed", 6_000, outcome=Outcome.PUSHBACK), Attempt)
+        assert isinstance(await a.ask("s", 6_000, end=False), Attempt)
+        await until(lambda: b.other_tokens > 6_000 and list(b.credit("s").values()) == [0])
+        assert b.credit("failed") == {}
+        for session, tokens in (("failed", 6_000), ("s", 9_000)):
+            held = await b.ask(session, tokens)
+            assert isinstance(held, HeldRequest), session
+            held.leave()
+
+
+async def test_one_that_comes_later_hears_of_all_charges(server: RedisServer, client: Redis) -> None:
+    """A has charged a session before B was there: B knows, and once A has gone no more."""
+    async with replica(server, "b") as second:
+        async with replica(server, "a") as first:
+            a = Router(first)
+            assert isinstance(await a.ask("s", 6_000), Attempt)
+            async with replica(server, "c") as third:
+                c, b = Router(third), Router(second)
+                await until(lambda: any(tokens > 6_000 for tokens in c.credit("s").values()))
+                await until(lambda: any(tokens > 6_000 for tokens in b.credit("s").values()))
+        await until(lambda: not b.credit("s"))

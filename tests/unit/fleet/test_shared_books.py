@@ -19,6 +19,7 @@ from router.fleet.shared import Embedded, HomeBook, PeerLoads, SharedHome
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
+from router.wire.redis import Charged
 
 A, B, C = RankId("w", 0), RankId("w", 1), RankId("x", 0)
 S, T = b"s" * 16, b"t" * 16
@@ -242,6 +243,34 @@ def test_alone_a_router_prices_its_own_cells() -> None:
 
 
 # --- the fleet ---------------------------------------------------------------------------------------------
+
+
+def test_charges_are_credited_for_as_long_as_they_are_told() -> None:
+    """Two replicas charge a session; the one gives a charge up, the other tells anew all that it has, none of it; news
+    may have been missed; a lease ends."""
+    peers = PeerLoads(lease_seconds=1.0)
+
+    def tell(replica: str, tokens: int | None, *, is_whole: bool = False, rank: RankId = A) -> None:
+        charges = [Charged(S, *rank, tokens)]
+        peers.hear(replica, {}, now=0.0, charges=charges, is_whole=is_whole)
+
+    tell("one", 100)
+    tell("other", 20)
+    tell("other", 0, rank=B)
+    assert peers.charges(S) == {A: 120, B: 0}
+    assert peers.charges(T) == {}
+    peers.hear("one", {}, now=0.0)
+    tell("one", None)
+    tell("one", None, rank=C)
+    assert peers.charges(S) == {A: 20, B: 0}
+    tell("other", 7, is_whole=True)
+    assert peers.charges(S) == {A: 7}
+    peers.gap()
+    assert peers.charges(S) == {}
+    tell("other", 9)
+    assert peers.charges(S) == {A: 9}
+    peers.expire(now=2.0)
+    assert peers.charges(S) == {}
 
 
 class Heard(Embedded):
