@@ -98,12 +98,6 @@ class BlockQueue:
             if left in ([], [block]):
                 del self.twins[block]
 
-    def clear(self) -> None:
-        """Nothing is cached; what is held is held."""
-        self.nameless += sum(copy in self.order for copy in self.pins)
-        self.order.clear()
-        self.twins.clear()
-
 
 @dataclass(slots=True, eq=False)
 class Tail:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -60,3 +60,21 @@ class SharedAllocation:
         if self.generated is None or self.ended_at is not None:
             return 0
         return (self.prompt_tokens + self.generated() - 1) // block_tokens - self.prompt_blocks
+
+
+def due_of(
+    pending: Collection[SharedAllocation], running: Collection[SharedAllocation], *, grown: Iterable[SharedAllocation]
+) -> Iterator[tuple[SharedAllocation, Due]]:
+    """What has happened by now that no event told of: answers that grew, then requests that began or ended, in the order
+    in which they did, then those that wait.
+    """
+    yield from ((allocation, Due.GROWS) for allocation in grown)
+    happened: list[tuple[int, SharedAllocation, Due]] = []
+    for allocation in pending:
+        if allocation.begun_at is not None and allocation not in running:
+            happened.append((allocation.begun_at, allocation, Due.BEGINS))
+        if allocation.ended_at is not None:
+            happened.append((allocation.ended_at, allocation, Due.ENDS))
+    happened.sort(key=lambda each: (each[0], each[2] is Due.ENDS))
+    yield from ((allocation, due) for _, allocation, due in happened)
+    yield from ((allocation, Due.BEGINS) for allocation in pending if allocation.begun_at is None)

@@ -16,7 +16,7 @@ from functools import partial
 
 from router.core.block_queue import Block, BlockQueue, Copy
 from router.core.forecast import MAX_PENDING, Allocation
-from router.core.shared_allocation import Due, SharedAllocation
+from router.core.shared_allocation import SharedAllocation, due_of
 from router.core.shared_forecast import SharedForecast
 from router.core.usable import Rule
 
@@ -59,7 +59,7 @@ class SharedPool:
         self._entered: dict[Block, Copy] = {}  # by the events of the request of which is being heard
         self._unnamed: dict[Block, tuple[SharedAllocation, int]] = {}  # of that heard of last: names may be to come
         self._states: dict[int, list[Copy]] = {}  # that it has stored
-        self._later: list[Callable[[], None]] = []  # once they have
+        self._later: list[Callable[[], None]] = []  # once they have; none of them is tried twice
         self._awaited: dict[int, list[SharedAllocation]] = {}
         self._tips: dict[int, SharedAllocation] = {}  # running requests, by their last whole block
         self._clock = 0
@@ -73,6 +73,11 @@ class SharedPool:
         self.rules = {group: replace(rule, stride=1, unit_tokens=self.block_tokens) for group, rule in rules.items()}
         self.groups = sorted((*rules, self.dense_group))
         self._forecast, self._is_fresh = None, False
+        for allocation in self.running:
+            for group in self.rules.keys() - allocation.tables.keys():
+                first = self._hold_nameless(allocation, group)
+                blocks = [self.block(group, key) for key in allocation.keys[first : allocation.heard]]
+                self._unnamed.update((block, (allocation, at)) for at, block in enumerate(blocks, first))
 
     @property
     def blocks(self) -> int | None:
@@ -249,11 +254,22 @@ class SharedPool:
         self._settle_later()
 
     def _settle_later(self) -> None:
-        for what in self._later:
+        later, self._later = self._later, []
+        for what in later:
             what()
-        self._later.clear()
         self._unnamed.clear()
         self._states.clear()
+
+    def _hold_nameless(self, allocation: SharedAllocation, group: int) -> int:
+        """A running request holds blocks of a group of which no event has told. Returns the first of them."""
+        tokens = allocation.prompt_tokens
+        if allocation.heard > allocation.prompt_blocks:
+            tokens = allocation.heard * self.block_tokens + 1
+        first = min(allocation.heard, self.first_held(group, tokens))
+        held = allocation.heard - first
+        allocation.first[group], allocation.tables[group] = first, [None] * held
+        self.queue.nameless += held
+        return first
 
     def _enter(self, block: Block) -> Copy:
         copy = self._entered[block] = self.queue.enter(block)
@@ -324,11 +340,24 @@ class SharedPool:
             self.queue.leave(key)
 
     def cleared(self) -> None:
-        """The rank's cache was emptied."""
-        self._changes()
-        self._forecast = None
+        """The rank's cache was emptied; what is held is held, without a name. All is made anew from the requests alone,
+        so that this mends whatever was wrong.
+        """
+        self._forecast, self._is_fresh = None, False
         self._sparse_copies = 0
-        self.queue.clear()
+        self.queue = BlockQueue()
+        self._entered, self._unnamed, self._states, self._later = {}, {}, {}, []
+        self._awaited, self._tips = {}, {}
+        for allocation in [each for each in self.running if each.ended_at is not None and each not in self.pending]:
+            del self.running[allocation]
+        for allocation in self.running:
+            for group in self.groups:
+                self._hold_nameless(allocation, group)
+            if allocation.ended_at is None and allocation.keys:
+                self._tips[allocation.keys[-1]] = allocation
+        for allocation in self.pending:
+            allocation.awaited = []
+            self._await(allocation)
 
     # --- the forecast -----------------------------------------------------------------------------------
 
@@ -350,7 +379,12 @@ class SharedPool:
             return None
         if not is_spared and not (self._is_fresh and self._foretold == (room, grown)):
             free = self._blocks - len(self.queue.pins) - groups * len(self.running)
-            self._forecast = SharedForecast(self, self._due(), room=room, free=free)
+            self._forecast = SharedForecast(
+                self,
+                due_of(self.pending, self.running, grown=filter(self.unheard_blocks, self.running)),
+                room=room,
+                free=free,
+            )
             self._foretold = room, grown
             self._is_fresh = True
             self.forecasts_made += 1
@@ -360,21 +394,6 @@ class SharedPool:
         """How many blocks its answer has filled of which no event has told."""
         heard = max(0, allocation.heard - allocation.prompt_blocks)
         return max(0, allocation.filled(block_tokens=self.block_tokens) - heard)
-
-    def _due(self) -> Iterable[tuple[SharedAllocation, Due]]:
-        """What has happened by now that no event told of: answers that grew, then requests that began or ended, in the
-        order in which they did, then those that wait.
-        """
-        yield from ((each, Due.GROWS) for each in self.running if self.unheard_blocks(each))
-        happened: list[tuple[int, SharedAllocation, Due]] = []
-        for allocation in self.pending:
-            if allocation.begun_at is not None and allocation not in self.running:
-                happened.append((allocation.begun_at, allocation, Due.BEGINS))
-            if allocation.ended_at is not None:
-                happened.append((allocation.ended_at, allocation, Due.ENDS))
-        happened.sort(key=lambda each: (each[0], each[2] is Due.ENDS))
-        yield from ((allocation, due) for _, allocation, due in happened)
-        yield from ((allocation, Due.BEGINS) for allocation in self.pending if allocation.begun_at is None)
 
 
 #: What a request takes of either pool.

@@ -126,8 +126,9 @@ class ForecastMachine(LateEventsMachine):
         engine = deepcopy(self.engine)
         if not all(engine.schedule(prompt) for prompt, _, _ in self.waiting):
             return  # one will have to wait until another ends: nobody knows which
-        if any(self.resident(keys_of(prompt)) < self.unpromised[ticket] for prompt, _, ticket in self.waiting):
-            return  # what one had found has gone: that it will be computed again, nothing has promised
+        unheard = (*self.waiting, *self.scheduled)
+        if any(self.resident(keys_of(prompt)) < self.unpromised[ticket] for prompt, _, ticket in unheard):
+            return  # what was there for one has gone: that it is computed again, nothing has promised
         for prompt in CONVERSATIONS:
             found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
             assert found == BLOCK * engine.hit(prompt), prompt

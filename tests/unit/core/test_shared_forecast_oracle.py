@@ -228,6 +228,7 @@ class Asked:
     prompt: str
     allocation: SharedAllocation
     ticket: Ticket
+    unpromised: frozenset[tuple[int, int]]  # by group and key: what was there when it was sent
     running: Running | None = None
 
 
@@ -264,7 +265,12 @@ class SharedForecastMachine(LateEventsMachine):
     def send(self, prompt: str) -> None:
         keys = keys_of(prompt)
         ticket = self.index.promise(0, keys, prompt_tokens=len(tokens_of(prompt)) + 1)
-        self.waiting.append(Asked(prompt, self.pool.sent(keys, blocks=len(keys) + 1), ticket))
+        allocation = self.pool.sent(keys, blocks=len(keys) + 1)
+        self.waiting.append(Asked(prompt, allocation, ticket, self.resident(keys)))
+
+    def resident(self, keys: list[int]) -> frozenset[tuple[int, int]]:
+        held = self.index.residency(0).items()
+        return frozenset((group, key) for group, there in held for key in there.intersection(keys))
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -304,6 +310,9 @@ class SharedForecastMachine(LateEventsMachine):
                 engine.step()
                 if engine.schedule(asked.prompt) is None:
                     return  # it will have to wait until another ends: nobody knows which
+        unheard = (*self.waiting, *self.scheduled)
+        if any(not asked.unpromised <= self.resident(keys_of(asked.prompt)) for asked in unheard):
+            return  # what was there for one has gone: that it is computed again, nothing has promised
         for prompt in CONVERSATIONS:
             found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
             assert found == BLOCK * engine.hit(prompt), prompt
