@@ -31,12 +31,7 @@ class Memory:
     """Keeps ``tables``, ``computed_tokens`` and the receipts of running requests in step with the cache."""
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        events: EventRecorder,
-        *,
-        plan: OffloadPlan | None = None,
-        mover: Mover | None = None,
+        self, layout: CacheLayout, events: EventRecorder, *, plan: OffloadPlan | None = None, mover: Mover | None = None
     ) -> None:
         self.cache = RadixCache(layout, events)
         self.offload = Offload(layout, plan, cache=self.cache, mover=mover, events=events) if plan and mover else None
@@ -144,6 +139,10 @@ class Memory:
         """Store the pages of a prefill in progress if others can use them: full layers anywhere, others at a stop."""
         if self._window is None and self._state is None:
             self.store(entry)
+
+    def room(self) -> tuple[int, ...]:
+        """Of each group the pages that are free or evictable, or will be free once the launched steps are over."""
+        return tuple(self._obtainable(group) + len(pages) for group, pages in enumerate(self.held_back.pages()))
 
     def fit(self, entry: Entry, tokens: int, *, spare_pages: int = 0) -> int:
         """How many of the next ``tokens`` positions fit on pages held, free or evictable.

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from operator import gt
 
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.transfers import Mover
@@ -81,7 +82,7 @@ class Scheduler(CacheFace):
         self._waiting: list[Entry] = []  # by precedence
         self._running: list[Entry] = []  # as they were admitted
         self._launches = Launches(layout, drafts=draft_tokens > 0)
-        self._is_short = False  # of pages for whoever is next to be admitted
+        self._room_short: tuple[int, ...] | None = None  # what room there was when who is next had none; None: he had
         self._outputs: list[Output] = []
         self._arrivals = self._admissions = 0
         self._counters = Counters()
@@ -115,7 +116,7 @@ class Scheduler(CacheFace):
         entry = self._entries[request.id] = Entry(request, (priority, self._arrivals))
         self._memory.look_up(entry)
         insort(self._waiting, entry, key=by_precedence)
-        self._is_short = False
+        self._room_short = None
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such request.
@@ -245,7 +246,7 @@ class Scheduler(CacheFace):
         chunks[entry] = self._chunks.cut(entry, fitting)
 
     def _admit(self, chunks: dict[Entry, Chunk]) -> None:
-        self._is_short = False
+        self._room_short = None
         for entry in tuple(self._waiting):
             if entry.leader is None and entry.asked_admissions != self._admissions:
                 entry.asked_admissions = self._admissions
@@ -262,7 +263,7 @@ class Scheduler(CacheFace):
             if fitting == 0 or (fitting < wanted and self._running):
                 self._memory.leave(entry)
                 entry.request.computed_tokens = 0
-                self._is_short = True
+                self._room_short = self._memory.room()
                 return
             entry.leader = None
             self._waiting.remove(entry)
@@ -281,8 +282,10 @@ class Scheduler(CacheFace):
         return request.finish is not None or (sampled > 0 and self._limits.unsampled_tokens(request) <= sampled)
 
     def _may_admit(self) -> bool:
-        """Whether the next step could take somebody in; who had no room is asked again when someone has left."""
-        if not self._waiting or self._is_short or len(self._running) >= self._max_running:
+        """Whether the next step could take somebody in; who had no room is asked again when there is more."""
+        if not self._waiting or len(self._running) >= self._max_running:
+            return False
+        if self._room_short is not None and not any(map(gt, self._memory.room(), self._room_short)):
             return False
         return not all(map(self._memory.awaits_fetch, self._waiting))
 
@@ -359,7 +362,6 @@ class Scheduler(CacheFace):
     def _leave(self, entry: Entry) -> None:
         self._memory.leave(entry)
         self._running.remove(entry)
-        self._is_short = False
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason

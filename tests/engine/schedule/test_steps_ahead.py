@@ -25,6 +25,7 @@ from engine_shim.types import (
     Request,
     Sampled,
     Sampling,
+    SchedulingPolicy,
     WindowTails,
 )
 
@@ -241,6 +242,61 @@ def test_whoever_can_be_admitted_is_not_passed_over() -> None:
     batch = rank.launch(ahead=False)
     assert batch is not None
     assert {chunk.request.id for chunk in batch.chunks} == {"a", "b"}
+
+
+def first_token_of(rank: Rank, name: str, *, overlaps: bool) -> int:
+    """How many steps had been launched when a request was told its first token."""
+    steps = 0
+    while rank.scheduler.has_work:
+        steps += rank.launch(ahead=False) is not None
+        while rank.flights:
+            if overlaps and len(rank.flights) == 1:
+                steps += rank.launch(ahead=True) is not None
+            if any(told == name for told, _ in rank.land()):
+                return steps
+    raise AssertionError("never told")
+
+
+@pytest.mark.parametrize("tails", [WindowTails.STORED, WindowTails.REBUILT])
+def test_pages_that_a_window_lets_go_of_let_the_next_one_in(tails: WindowTails) -> None:
+    """Who found no room is not left waiting until somebody ends: steps ahead cost him two at most."""
+    steps = []
+    for overlaps in (False, True):
+        rank = Rank(replace(WINDOWED, pages=(200, 13), window_tails=tails), chunk_tokens=64, max_context_tokens=400)
+        for name, length in {"a": 30, "b": 26}.items():
+            prompt = tuple((i * 5 + ord(name)) % 11 for i in range(length))
+            rank.scheduler.add(Request(name, prompt, Sampling(200, ignore_eos=True)))
+        steps.append(first_token_of(rank, "b", overlaps=overlaps))
+    assert steps[0] == 2
+    assert steps[1] <= 4
+
+
+def test_whoever_leaves_lets_the_next_one_in() -> None:
+    """Short of pages, a newcomer is asked again once a request has left, though another one runs on."""
+    steps = []
+    for overlaps in (False, True):
+        rank = Rank(replace(FULL, pages=(21,)), chunk_tokens=64)
+        for name, tokens in {"a": 40, "short": 4, "b": 3}.items():
+            prompt = tuple((i * 5 + ord(name[0])) % 11 for i in range(30))
+            rank.scheduler.add(Request(name, prompt, Sampling(tokens, ignore_eos=True)))
+        steps.append(first_token_of(rank, "b", overlaps=overlaps))
+    assert 4 <= steps[0] <= steps[1] <= steps[0] + 2
+
+
+def test_a_newcomer_in_front_of_one_who_found_no_room_is_asked() -> None:
+    """He may need less, so that nothing is launched ahead before he has been asked."""
+    rank = Rank(replace(FULL, pages=(12,)), chunk_tokens=64, policy=SchedulingPolicy.PRIORITY)
+    rank.scheduler.add(Request("a", (1, 2, 3), Sampling(30, ignore_eos=True)))
+    rank.scheduler.add(Request("large", tuple(i % 11 for i in range(44)), Sampling(4), priority=1))
+    rank.launch(ahead=False)
+    assert rank.launch(ahead=True) is not None
+    rank.land()
+    rank.scheduler.add(Request("small", (4, 5), Sampling(4)))
+    assert rank.launch(ahead=True) is None
+    rank.land()
+    batch = rank.launch(ahead=False)
+    assert batch is not None
+    assert {chunk.request.id for chunk in batch.chunks} == {"a", "small"}
 
 
 def test_a_prompt_goes_on_behind_its_own_chunk() -> None:
