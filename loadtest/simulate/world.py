@@ -349,7 +349,7 @@ class World:
         self._loads.close(flight.claim, now=self.now)
         request = flight.request
         if request.session is not None and flight.binding is not None:
-            self._sessions.finish(MODEL, request.session, flight.binding, now=self.now)
+            self._sessions.finish(MODEL, request.session, flight.binding, now=self.now, is_answered=kept)
         if kept:
             self._promises.append((self.now + _PROMISE_SECONDS, request.path, slot, flight.promise))
         else:
@@ -378,7 +378,7 @@ class World:
         self._admission.forget_slot(0)
         for flight in lost:
             self._end(0, flight, kept=False)
-            self._admission.finish(flight.visit, now=self.now)
+            self._admission.finish(flight.visit, now=self.now, is_kept=False)
             self._again(flight.request)
 
     def _again(self, request: Request) -> None:

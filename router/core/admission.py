@@ -260,7 +260,7 @@ class Admission:
         left_tokens = visit.footprint_tokens - visit.output_tokens + answer_tokens
         self.charges.close(visit, left_tokens=left_tokens if is_kept and visit.keeps else None, now=now)
         conversation = visit.charge.conversation
-        if not self.charges.is_at_work(conversation):
+        if is_kept and not self.charges.is_at_work(conversation):  # what failed will be tried again, which is no return
             self.guard.left(conversation, now=now)
 
     def forget_slot(self, slot: int) -> None:

@@ -2,8 +2,8 @@
 
 A conversation is charged on every rank where it has requests in flight, each for what it adds, and where it has left a
 context that it may come back to: the largest of its last few, since a title or a count of tokens beside a conversation
-does not end it. A context that is brought to another rank is no longer charged where it was. A request that failed
-leaves nothing.
+does not end it. A context that was brought to another rank is no longer charged where it was. A request that failed
+leaves nothing, and takes nothing from where the conversation was.
 
 An idle charge is kept for as long as the conversation's ``patience``, then it may lapse when its room is wanted.
 """
@@ -71,7 +71,8 @@ class Book:
 class Visit:
     """One request under way: its whole footprint, of which its answer is expected to be ``output_tokens``, and what it
     adds to its conversation's charge. ``cold`` takes its rank's only place for cold starts until the first token.
-    ``keeps``: the rank will have its context afterwards.
+    ``keeps``: the rank will have its context afterwards. ``moves`` are idle contexts elsewhere that it brings along,
+    each with the time since when it was idle: they are charged until it has succeeded.
     """
 
     prompt_tokens: int
@@ -84,6 +85,7 @@ class Visit:
     keeps: bool = True
     has_begun: bool = False
     open: bool = True
+    moves: list[tuple[Charge, float]] = field(default_factory=list)
 
     def first_token(self) -> None:
         """Its prefill is over."""
@@ -139,13 +141,13 @@ class Charges:
         patience_seconds: float,
         partner: int | None = None,
     ) -> None:
-        """The visit begins on ``slot``. Idle contexts elsewhere that it brings along are charged there no more, but for
-        that on its ``partner``, which it visits at the same time.
+        """The visit begins on ``slot``. Idle contexts elsewhere that it brings along are charged there until it has
+        succeeded, that on its ``partner``, which it visits at the same time, for longer.
         """
-        for other in list(self.of(conversation).values()):
+        for other in self.of(conversation).values():
             has_moved = visit.footprint_tokens >= _MOVED_RATIO * other.left_tokens
             if other.slot not in (slot, partner) and not other.inflight and has_moved:
-                self._strike(other)
+                visit.moves.append((other, other.idle_since))
         charges = self._charges.setdefault(conversation, {})
         charge = charges.get(slot)
         if charge is None:
@@ -170,6 +172,10 @@ class Charges:
         charge.inflight_tokens -= visit.added_tokens
         if left_tokens is not None:
             charge.left.append(left_tokens)
+            for other, idle_since in visit.moves:
+                is_same = self.of(charge.conversation).get(other.slot) is other and other.idle_since == idle_since
+                if is_same and not other.inflight:
+                    self._strike(other)
         if self.of(charge.conversation).get(charge.slot) is not charge:
             return  # struck meanwhile
         book = self.book(charge.slot)

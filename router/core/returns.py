@@ -12,7 +12,8 @@ Conversation = tuple[str, SessionKey]
 
 class Returns:
     """Hears of conversations' requests: that one has ``arrived``, and that one has ``left``, when nothing else of its
-    conversation runs. Either may be told twice. One thread, one monotonic clock.
+    conversation runs. Either may be told twice; what failed has not left, so that trying again is no return. One
+    thread, one monotonic clock.
     """
 
     #: An agent's next request comes within seconds (half of them within ten), a reader's next message after minutes.

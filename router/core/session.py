@@ -267,13 +267,15 @@ class SessionTable:
         self.returns.arrived(conversation, now=now)
         return binding
 
-    def finish(self, model: str, key: SessionKey, binding: Binding, *, now: float) -> None:
-        """That request is over. A binding that was forgotten meanwhile has no say over its successor."""
+    def finish(self, model: str, key: SessionKey, binding: Binding, *, now: float, is_answered: bool = True) -> None:
+        """That request is over. A binding that was forgotten meanwhile has no say over its successor. Who was not
+        answered has not left: what is tried again is no return.
+        """
         binding.inflight -= 1
         binding.used_at = now
         binding.is_answered = True
         conversation = (model, key)
-        if not binding.inflight:
+        if is_answered and not binding.inflight:
             self.returns.left(conversation, now=now)
         if self._bindings.get(conversation) is binding:
             self._bindings.move_to_end(conversation)

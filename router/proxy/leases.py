@@ -131,7 +131,9 @@ class Leases:
                 fleet.on_unreachable(member.id.worker)
         if prepared.session is not None and lease.binding is not None:
             model, session = prepared.model, prepared.session
-            fleet.homes(is_prefill=is_prefill).finish(model, session, lease.binding, now=now)
+            is_answered = outcome in _LEAVES_CONTEXT  # else it is tried again
+            homes = fleet.homes(is_prefill=is_prefill)
+            homes.finish(model, session, lease.binding, now=now, is_answered=is_answered)
             if self._is_shared:
                 shared = fleet.shared.home(model, session, is_prefill=is_prefill)
                 if shared is not None and shared.rank == member.id:  # else it has moved on meanwhile

@@ -193,3 +193,59 @@ async def test_a_rank_that_fails_has_no_room() -> None:
         attempt.lease.close(Outcome.RESET, None)
     assert held == 8
     assert world.fleet.breakers.closed_to(now=world.now) == {1 - full.decision.slot}
+
+
+async def test_a_conversation_keeps_its_place_when_an_attempt_elsewhere_fails() -> None:
+    """60,000 of 100,000 tokens at home. Both ranks push its next turn back; a newcomer of 70,000 does not get its room,
+    and it goes home a second later. Where the attempt elsewhere succeeds, home is charged no more."""
+    world = World(ranks=2, admission="guarded")
+    base, headers = prompt_of(60_000), {"x-session-id": "s"}
+
+    async def attempt(prompt: list[int], outcome: Outcome, exclude: frozenset[int]) -> int:
+        prepared = await world.prepare(prompt, headers, max_tokens=10)
+        assert world.brain.hold(prepared, lambda: None, exclude=exclude) is None
+        made = world.brain.choose(prepared, exclude=exclude)
+        if outcome is Outcome.OK:
+            made.lease.first_byte()
+        made.lease.close(outcome, Usage(len(prompt), 10, 0) if outcome is Outcome.OK else None)
+        return made.decision.slot
+
+    nothing = frozenset[int]()
+    home = await attempt(base, Outcome.OK, nothing)
+    (other,) = set(world.slots) - {home}
+    world.publish(home, base)
+    following = base + prompt_of(500, start=900_000)
+    for exclude in (nothing, frozenset({home})):
+        await attempt(following, Outcome.PUSHBACK, exclude)
+    assert world.brain._holding is not None
+    charged_tokens = world.brain._holding._admission.charged_tokens
+    assert (charged_tokens(home), charged_tokens(other)) == (60_010, 0)
+    newcomer = await world.prepare(prompt_of(70_000, start=2_000_000), {"x-session-id": "new"}, max_tokens=10)
+    assert world.brain.hold(newcomer, lambda: None) is None
+    assert newcomer.allowed == {other}
+    assert await attempt(following, Outcome.OK, nothing) == home
+
+    assert await attempt(following, Outcome.OK, frozenset({home})) == other
+    assert (charged_tokens(home), charged_tokens(other)) == (0, 60_510)
+
+
+@pytest.mark.parametrize("admission", ["off", "guarded"])
+async def test_what_is_tried_again_is_no_return(admission: str) -> None:
+    """Two hundred conversations of one request, each pushed back once: of a prior of 10 returns none is added, while
+    all depart, but for the last 21, whose ten seconds are not over."""
+    world = World(ranks=3, admission=admission)
+    for number in range(200):
+        world.now += 0.5
+        prepared = await world.prepare(prompt_of(200, start=1000 * number), {"x-session-id": f"once{number}"})
+        exclude = frozenset[int]()
+        for outcome in (Outcome.PUSHBACK, Outcome.OK):
+            assert world.brain.hold(prepared, lambda: None, exclude=exclude) is None
+            made = world.brain.choose(prepared, exclude=exclude)
+            made.lease.close(outcome, None)
+            exclude = frozenset({made.decision.slot})
+
+    fade = 0.5 ** (1 / 200)
+    returned = departed = 10.0
+    for _ in range(200 - 21):
+        returned, departed = returned * fade, departed * fade + 1
+    assert world.fleet.sessions.returns.ratio == pytest.approx(returned / departed)
