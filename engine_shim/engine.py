@@ -28,7 +28,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, NoReturn, TypeVar, cast
 
 import structlog
@@ -265,8 +264,12 @@ class Engine:
         log.error("step_failed", rank=self.rank, requests=len(batch.chunks), exc_info=error)
         while self._launched:
             _, landing = self._launched.popleft()
-            with suppress(Exception):
+            try:
                 landing()
+            except IntegrityError:
+                raise
+            except Exception as behind:  # noqa: BLE001 - it counts for nothing, however it ends
+                log.warning("step_behind_failed", rank=self.rank, error=str(behind))
         return self._scheduler.fail(batch)
 
     def _publish(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import cast
 
@@ -83,7 +84,7 @@ class ShadowRunner:
         self._generations = [np.frombuffer(each, dtype=np.int64) for each in generations]
         self._every_steps = every_steps
         self._sample = sample
-        self._steps = 0
+        self._steps = self._void_steps = 0
         self.checked_chunks = 0
         self.guards: list[Callable[[Batch], None]] = []
         self.slots = [
@@ -106,7 +107,16 @@ class ShadowRunner:
         """
         checked = self._before(batch)
         landing = cast("LaunchingRunner", self._inner).launch(batch)
-        return lambda: self._after(batch, checked, landing())
+        return partial(self._land, batch, checked, landing, number=self._steps)
+
+    def _land(self, batch: Batch, checked: tuple[Chunk, ...], landing: StepLanding, *, number: int) -> list[Sampled]:
+        try:
+            results = landing()
+        except Exception:
+            self._void_steps = self._steps
+            raise
+        # What was launched behind a failed step counts for nothing, and has read what that has not written.
+        return results if number <= self._void_steps else self._after(batch, checked, results)
 
     def _before(self, batch: Batch) -> tuple[Chunk, ...]:
         self._steps += 1

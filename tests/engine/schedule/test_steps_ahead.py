@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from kv_memory import EOS, KvMemory, expected_output
 
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.runner.shadow import ShadowRunner
+from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.held_back import HeldBack
 from engine_shim.schedule.launches import Launches
 from engine_shim.schedule.scheduler import Scheduler
@@ -20,6 +21,7 @@ from engine_shim.types import (
     Batch,
     CacheGroup,
     CacheLayout,
+    Chunk,
     FinishReason,
     GroupKind,
     Request,
@@ -216,6 +218,51 @@ def test_whose_next_token_depends_on_the_last_ones_is_waited_for(needy: Sampling
     assert rank.launch(ahead=True) is None
 
 
+class AnyToken:
+    """A grammar that lets everything pass."""
+
+    def fitting(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+        return len(drafts)
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        return [b"\xff\xff"] * (1 + len(drafts))
+
+
+def test_who_follows_a_grammar_is_waited_for() -> None:
+    """What may come next depends on what has come."""
+    rank = Rank(FULL)
+    rank.scheduler.add(Request("a", (1, 2, 3), Sampling(20, ignore_eos=True), constraint=AnyToken()))
+    rank.launch(ahead=False)
+    assert rank.launch(ahead=True) is None
+
+
+def test_a_step_that_waits_for_a_load_is_waited_for() -> None:
+    """What lands with it is then the request's, and may be stored."""
+    request = Request("a", (1, 2, 3), Sampling(20))
+    chunk = Chunk(request, start=0, count=3, tables=([1],), samples=True, draws=0)
+    for loads, can in [((), True), ((7,), False)]:
+        launches = Launches(FULL, drafts=False)
+        launches.add(Batch((chunk,), loads), [Entry(request, (0, 1))])
+        assert launches.can_be_followed() is can
+
+
+def test_nobody_goes_ahead_of_one_who_has_no_page_left() -> None:
+    """Where pages run out somebody has to give way, which is for the next step to choose: all wait for that."""
+    rank = Rank(replace(FULL, pages=(5,)))
+    rank.scheduler.add(Request("a", (1, 2, 3), Sampling(14, ignore_eos=True)))
+    rank.scheduler.add(Request("b", (2, 2, 3, 4, 5), Sampling(12, ignore_eos=True)))
+    rank.launch(ahead=False)
+    steps = 0
+    while (batch := rank.launch(ahead=True)) is not None:
+        assert [chunk.request.id for chunk in batch.chunks] == ["a", "b"]
+        rank.land()
+        steps += 1
+    assert (steps, rank.ended) == (3, [])
+    rank.land()
+    rank.launch(ahead=False)
+    assert rank.scheduler.stats().preemptions == 1
+
+
 def test_drafts_are_waited_for() -> None:
     """How many of them hold decides where the next step begins; nor does one without any go ahead, behind a prompt."""
     rank = Rank(FULL, draft_tokens=3)
@@ -331,6 +378,45 @@ def test_a_failed_step_takes_the_one_behind_it_along() -> None:
     while rank.scheduler.has_work:
         rank.turn()
     assert rank.ended[0].output == expected_output((1, 2, 3), Sampling(9, ignore_eos=True))[0]
+
+
+def test_who_is_aborted_in_a_step_that_fails_has_been_aborted() -> None:
+    """The step's error is that of the others."""
+    rank = Rank(FULL)
+    for name in "ab":
+        rank.scheduler.add(Request(name, (1, 2, 3, ord(name) % 11), Sampling(9, ignore_eos=True)))
+    rank.launch(ahead=False)
+    assert rank.scheduler.abort("a")
+    batch, _ = rank.flights.popleft()
+    ended = {output.request.id: output.finish for output in rank.scheduler.fail(batch)}
+    assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ERROR}
+
+
+def test_what_ran_behind_a_failed_step_is_no_alarm() -> None:
+    """It has read what the failed step never wrote: the shadow lets it pass, for it counts for nothing."""
+    rank = Rank(FULL)
+    rank.scheduler.add(Request("a", tuple(range(1, 11)) * 5, Sampling(2, ignore_eos=True)))
+    launch = rank.memory.launch
+    rank.memory.launch = lambda batch: lost  # type: ignore[method-assign]
+    failing = rank.launch(ahead=False)
+    rank.memory.launch = lambda batch: list  # type: ignore[method-assign]
+    assert rank.launch(ahead=True) is not None
+    rank.memory.launch = launch  # type: ignore[method-assign]
+    (_, first), (_, second) = rank.flights
+    rank.flights.clear()
+    with pytest.raises(RuntimeError, match="lost"):
+        first()
+    assert second() == []
+    assert failing is not None
+    rank.scheduler.fail(failing)
+    rank.scheduler.add(Request("b", tuple(range(1, 11)) * 5, Sampling(2, ignore_eos=True)))
+    while rank.scheduler.has_work:
+        rank.turn()
+    assert [request.id for request in rank.ended] == ["b"]
+
+
+def lost() -> list[Sampled]:
+    raise RuntimeError("lost")
 
 
 def test_steps_are_committed_in_their_order() -> None:

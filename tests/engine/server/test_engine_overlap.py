@@ -18,6 +18,7 @@ from engine_shim.engine import Engine
 from engine_shim.mailbox import Delta, Mailbox
 from engine_shim.model.needle_text import Fact, facts, haystack
 from engine_shim.runner.shadow import ShadowError
+from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.settings import ShimSettings, load_settings
 from engine_shim.types import (
@@ -38,11 +39,12 @@ LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (65,))
 class Device:
     """Runs steps one after the other in a thread of its own; each answers with its number."""
 
-    def __init__(self, step: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, step: Callable[[int], None] = lambda number: None, *, refuses: int = -1) -> None:
         self._step = step
+        self._refuses = refuses
         self._thread = ThreadPoolExecutor(1)
         self._lock = threading.Lock()
-        self._in_flight = 0
+        self.in_flight = 0
         self.launched: list[Batch] = []
         self.deepest = 0
 
@@ -52,9 +54,11 @@ class Device:
     def launch(self, batch: Batch) -> StepLanding:
         number = len(self.launched)
         self.launched.append(batch)
+        if number == self._refuses:
+            raise RuntimeError("out of memory")
         with self._lock:
-            self._in_flight += 1
-            self.deepest = max(self.deepest, self._in_flight)
+            self.in_flight += 1
+            self.deepest = max(self.deepest, self.in_flight)
         return self._thread.submit(self._run, batch, number).result
 
     def _run(self, batch: Batch, number: int) -> list[Sampled]:
@@ -62,7 +66,7 @@ class Device:
             self._step(number)
         finally:
             with self._lock:
-                self._in_flight -= 1
+                self.in_flight -= 1
         return [Sampled((number,)) for chunk in batch.chunks if chunk.samples]
 
 
@@ -139,6 +143,53 @@ async def test_a_failed_step_takes_along_what_was_launched_behind_it() -> None:
         assert await engine.reset_cache() is True
 
 
+async def test_an_error_is_told_only_when_nothing_runs_any_more() -> None:
+    """The pages of a failed step are not free while the one behind it may still write them."""
+
+    def step(number: int) -> None:
+        time.sleep(0.2 if number == 4 else 0.003)
+        if number == 3:
+            raise RuntimeError("out of memory")
+
+    device = Device(step)
+    async with running(device) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        assert (await read_all(box))[-1].finish is FinishReason.ERROR
+        assert (len(device.launched), device.in_flight) == (5, 0)
+
+
+async def test_an_error_at_launch_is_that_step_s() -> None:
+    """What ran before it is told, then its requests end with an error, and the rank goes on."""
+    device = Device(lambda number: time.sleep(0.003), refuses=4)
+    async with running(device) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        deltas = await read_all(box)
+        assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2, 3]
+        assert deltas[-1].finish is FinishReason.ERROR
+        box = Mailbox(1)
+        engine.submit(request("b", tokens=3), mailbox=box, index=0)
+        assert (await read_all(box))[-1].finish is FinishReason.LENGTH
+
+
+async def test_corruption_behind_a_failed_step_stops_the_rank_as_well() -> None:
+    """What the failed step takes along may be booked as nothing, an alarm may not."""
+
+    def step(number: int) -> None:
+        time.sleep(0.003)
+        if number == 3:
+            raise RuntimeError("flaky")
+        if number == 4:
+            raise ShadowError("request 'a' reads a wrong token")
+
+    async with running(Device(step)) as engine:
+        box = Mailbox(1)
+        engine.submit(request("a", tokens=20), mailbox=box, index=0)
+        assert (await read_all(box))[-1].finish is FinishReason.ERROR
+        assert engine.failure == "ShadowError: request 'a' reads a wrong token"
+
+
 async def test_corruption_stops_the_rank_at_once() -> None:
     """Nothing is booked of the step that found it, nor of the one behind it."""
 
@@ -183,6 +234,17 @@ def test_a_timing_model_has_nothing_to_overlap() -> None:
     """Asked for, it is refused by name."""
     with pytest.raises(StartError, match=r"^overlap: "):
         build(ShimSettings(runner="sim", overlap=True, port=0, kv_events=False))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_is_built_as_it_is_told_to(*, overlap: bool) -> None:
+    """Engine and runner both: on the CPU launched steps then have a thread of their own."""
+    shim = build(ShimSettings(overlap=overlap, port=0, kv_events=False, shadow_steps=0))
+    shim.door.close()
+    (engine,) = shim.engines
+    assert engine._overlaps is overlap
+    assert isinstance(engine._runner, TorchRunner)
+    assert (engine._runner._thread is not None) is overlap
 
 
 def test_a_shim_that_overlaps_answers() -> None:
