@@ -7,7 +7,7 @@ hashes are mapped onto places in the chains. All of it is kept within a bound.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from router.core.adoption import Adopted
 from router.core.chains import Chains, Runs
@@ -28,6 +28,8 @@ class Blocks:
         self.block_tokens = block_tokens
         self.max_blocks = max_blocks
         self.evicted_blocks = 0
+        #: Told a slot of whose pool nothing is foretold until it is cleared, as that raised this.
+        self.on_failed_forecast: Callable[[int, Exception], None] = lambda _slot, _error: None
         self.provisional = Provisional()
         self.namespaces = Namespaces()
         self.adapters: set[str] = set()
@@ -61,6 +63,7 @@ class Blocks:
         held, rank.blocks = rank.blocks, 0
         if rank.pool is not None:
             rank.pool.cleared()
+        rank.has_failed = False
         rank.forget_waits()
         rank.adopted = Adopted()
         if any(table.masks for table in self._sparse.values()):

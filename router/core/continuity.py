@@ -116,7 +116,7 @@ def advance(state: Continuity, event: Event) -> Step:
         case Restarted():
             return _begin_anew(state, Cause.RESTART, held=())
         case Discarded():
-            return _begin_anew(state, Cause.LAYOUT, held=())
+            return _begin_anew(state, event.cause, held=())
 
 
 def _is_open(state: Continuity, phase: Phase, ticket: int) -> bool:

@@ -99,6 +99,8 @@ class Restarted:
 class Discarded:
     """The index could not keep its picture of the rank, and must be told everything again."""
 
+    cause: Cause = Cause.LAYOUT
+
 
 Event = Joined | Check | Message | Damaged | ReplayPart | ReplayEnd | SnapshotTaken | AskFailed | Restarted | Discarded
 

@@ -105,49 +105,64 @@ class PrefixIndex(Residency):
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens)
-        forecasts = self._foretell(depths, keys, want)
+        foretold = self._foretell(depths, keys, want)
         for slot, depth in depths.items():
             rank = self._ranks[slot]
-            units = self._boundary(rank, keys, depth, forecasts.get(slot)) if rank.rules else depth
+            units = foretold[slot] if slot in foretold else self._usable(rank, keys, depth)
             if rank.geometry.eagle:
                 units -= rank.stride
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
 
-    def _foretell(self, depths: dict[int, int], keys: Sequence[int], want: Want | None) -> Mapping[int, SharedForecast]:
-        """Shorten the prefix of ranks whose pool will have given up its end when the request comes to it.
+    def _foretell(self, depths: Mapping[int, int], keys: Sequence[int], want: Want | None) -> dict[int, int]:
+        """Usable units of ranks whose pool may have given up some of a prompt when the request comes to it.
 
-        Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it. Returns
-        what tells of other groups' blocks.
+        Of many such ranks only those with most of the prompt are looked at: the others are not chosen for it. Of one
+        where this fails nothing is foretold until it is cleared.
         """
         ranks = self._ranks
-        forecasts: dict[int, SharedForecast] = {}
         slots = [
             slot
             for slot in depths
-            if (pool := ranks[slot].pool) is not None and (pool.pending or (type(pool) is not Pool and pool.is_moving))
+            if (pool := ranks[slot].pool) is not None
+            and not ranks[slot].has_failed
+            and (pool.pending or (type(pool) is not Pool and pool.is_moving))
         ]
         if len(slots) > MOST_MADE:
             slots = nlargest(MOST_FORETOLD, slots, key=depths.__getitem__)
+        foretold: dict[int, int] = {}
         made = 0
         for slot in slots:
-            stride, pool = ranks[slot].stride, ranks[slot].pool
-            assert pool is not None, "it has requests pending"
-            ends = keys if stride == 1 else keys[stride - 1 :: stride]
-            depth, copies = depths[slot] // stride, self._copies(slot)
-            if isinstance(pool, RadixPool):
-                depths[slot] = pool.kept(ends, depth, copies=copies, want=want) * stride
-            elif isinstance(pool, Pool):
-                depths[slot] = pool.kept(ends, depth, copies=copies) * stride
-            else:
-                made -= pool.forecasts_made
-                forecast = pool.forecast(copies=copies, is_spared=made + pool.forecasts_made >= MOST_MADE)
-                made += pool.forecasts_made
-                if forecast is not None:
-                    depths[slot] = forecast.depth(ends, depth) * stride
-                    forecasts[slot] = forecast
-        return forecasts
+            rank = ranks[slot]
+            before = rank.pool.forecasts_made if isinstance(rank.pool, SharedPool) else 0
+            try:
+                foretold[slot] = self._usable_then(rank, slot, keys, depths[slot], want, is_spared=made >= MOST_MADE)
+            except Exception as error:  # noqa: BLE001 - the boundary: one rank's pool must not end all lookups
+                rank.has_failed = True
+                self.on_failed_forecast(slot, error)
+            if isinstance(rank.pool, SharedPool):
+                made += rank.pool.forecasts_made - before
+        return foretold
+
+    def _usable_then(
+        self, rank: RankState, slot: int, keys: Sequence[int], depth: int, want: Want | None, *, is_spared: bool
+    ) -> int:
+        """How much will be usable of a prompt of which a rank has so many dense units now."""
+        stride, pool, copies = rank.stride, rank.pool, self._copies(slot)
+        ends = keys if stride == 1 else keys[stride - 1 :: stride]
+        if isinstance(pool, SharedPool):
+            forecast = pool.forecast(copies=copies, is_spared=is_spared)
+            kept = depth if forecast is None else forecast.depth(ends, depth // stride) * stride
+            return self._usable(rank, keys, kept, forecast)
+        if isinstance(pool, RadixPool):
+            return self._usable(rank, keys, pool.kept(ends, depth // stride, copies=copies, want=want) * stride)
+        assert pool is not None, "it has requests pending"
+        return self._usable(rank, keys, pool.kept(ends, depth // stride, copies=copies) * stride)
+
+    def _usable(self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None) -> int:
+        """Units of a prompt's first ``depth`` that all groups of a rank accept."""
+        return self._boundary(rank, keys, depth, forecast) if rank.rules else depth
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""

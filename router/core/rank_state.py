@@ -86,7 +86,8 @@ class RankState:
 
     ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
     whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
-    by units smaller than a block. ``reported`` are the blocks that a sparse group told of last as found, not stored.
+    by units smaller than a block. ``has_failed``: of the pool nothing is foretold until it is cleared, as that raised.
+    ``reported`` are the blocks that a sparse group told of last as found, not stored.
     """
 
     bit: int
@@ -94,6 +95,7 @@ class RankState:
     geometry: Geometry
     chains: Chains
     pool: Pool | SharedPool | None = None
+    has_failed: bool = False
     adopted: Adopted = field(default_factory=Adopted)
     has_tails: bool = False
     blocks: int = 0

@@ -55,6 +55,14 @@ class SharedAllocation:
         """It failed, or its events did not come in time."""
         self.pool.forget(self)
 
+    def heard_tokens(self, *, block_tokens: int) -> int:
+        """How many tokens it has, as far as has been heard."""
+        return self.prompt_tokens if self.heard <= self.prompt_blocks else self.heard * block_tokens + 1
+
+    def unheard_blocks(self, *, block_tokens: int) -> int:
+        """How many blocks its answer has filled of which no event has told."""
+        return max(0, self.filled(block_tokens=block_tokens) - max(0, self.heard - self.prompt_blocks))
+
     def filled(self, *, block_tokens: int) -> int:
         """How many blocks its answer has filled by now, as far as its tokens tell."""
         if self.generated is None or self.ended_at is not None:
@@ -65,8 +73,8 @@ class SharedAllocation:
 def due_of(
     pending: Collection[SharedAllocation], running: Collection[SharedAllocation], *, grown: Iterable[SharedAllocation]
 ) -> Iterator[tuple[SharedAllocation, Due]]:
-    """What has happened by now that no event told of: answers that grew, then requests that began or ended, in the order
-    in which they did, then those that wait.
+    """What has happened by now that no event told of: answers that grew, then requests that began or ended, as they did
+    one after the other, then those that wait.
     """
     yield from ((allocation, Due.GROWS) for allocation in grown)
     happened: list[tuple[int, SharedAllocation, Due]] = []

@@ -66,6 +66,7 @@ class SharedPool:
         self._forecast: SharedForecast | None = None  # the last that was made
         self._is_fresh = False  # nothing has changed since
         self._foretold: tuple[int, int] = (0, 0)  # what it was made of: room, and blocks that answers had filled
+        self._last_sent: list[SharedAllocation] = []  # of which it does not know yet
         self.meet(rules)
 
     def meet(self, rules: Mapping[int, Rule]) -> None:
@@ -113,8 +114,8 @@ class SharedPool:
         allocation = SharedAllocation(self, array("Q", keys), blocks - 1, tokens, self._clock)
         self.pending[allocation] = None
         self._await(allocation)
-        if self._forecast is not None and self._is_fresh:  # it comes after all others
-            self._forecast.add(allocation)
+        if self._is_fresh:  # it comes after all others
+            self._last_sent.append(allocation)
         return allocation
 
     def begun(self, allocation: SharedAllocation) -> None:
@@ -262,10 +263,7 @@ class SharedPool:
 
     def _hold_nameless(self, allocation: SharedAllocation, group: int) -> int:
         """A running request holds blocks of a group of which no event has told. Returns the first of them."""
-        tokens = allocation.prompt_tokens
-        if allocation.heard > allocation.prompt_blocks:
-            tokens = allocation.heard * self.block_tokens + 1
-        first = min(allocation.heard, self.first_held(group, tokens))
+        first = min(allocation.heard, self.first_held(group, allocation.heard_tokens(block_tokens=self.block_tokens)))
         held = allocation.heard - first
         allocation.first[group], allocation.tables[group] = first, [None] * held
         self.queue.nameless += held
@@ -340,9 +338,7 @@ class SharedPool:
             self.queue.leave(key)
 
     def cleared(self) -> None:
-        """The rank's cache was emptied; what is held is held, without a name. All is made anew from the requests alone,
-        so that this mends whatever was wrong.
-        """
+        """The rank's cache was emptied; what is held is held. It is made anew from the requests: that cannot fail."""
         self._forecast, self._is_fresh = None, False
         self._sparse_copies = 0
         self.queue = BlockQueue()
@@ -388,12 +384,15 @@ class SharedPool:
             self._foretold = room, grown
             self._is_fresh = True
             self.forecasts_made += 1
+        elif self._forecast is not None and self._is_fresh:
+            for allocation in self._last_sent:
+                self._forecast.add(allocation)
+        self._last_sent.clear()
         return self._forecast
 
     def unheard_blocks(self, allocation: SharedAllocation) -> int:
         """How many blocks its answer has filled of which no event has told."""
-        heard = max(0, allocation.heard - allocation.prompt_blocks)
-        return max(0, allocation.filled(block_tokens=self.block_tokens) - heard)
+        return allocation.unheard_blocks(block_tokens=self.block_tokens)
 
 
 #: What a request takes of either pool.

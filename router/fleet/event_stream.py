@@ -112,6 +112,7 @@ class EventStream:
         self._ask: asyncio.Task[None] | None = None
         self._last_ask_at = -1e9
         self._last_damage_log_at = -1e9
+        self._last_failure_at = -1e9
 
     async def run(self) -> None:
         """Follow the stream until cancelled; return at once from an endpoint that is none."""
@@ -192,11 +193,11 @@ class EventStream:
         self._state, actions = advance(self._state, event)
         if self._state.phase is Phase.LIVE:
             self.is_synchronized.set()
-        is_kept = True
+        discarded: Cause | None = None
         for action in actions:
             match action:
                 case Apply() | Load():
-                    is_kept &= self._bring_in(action)
+                    discarded = self._bring_in(action, is_live=isinstance(event, Message)) or discarded
                 case Clear(cause):
                     self._log.info("cache picture thrown away", cause=str(cause))
                     self._picture.clear(self._slot, cause)
@@ -206,18 +207,29 @@ class EventStream:
                     if action.cause is Cause.GAP:
                         self._metrics.event_gaps.labels(*self._labels).inc()
                     self._start(action)
-        if not is_kept:
-            self._feed(Discarded())
+        if discarded is not None:
+            self._feed(Discarded(discarded))
 
-    def _bring_in(self, action: Apply | Load) -> bool:
+    def _bring_in(self, action: Apply | Load, *, is_live: bool) -> Cause | None:
+        """Why the picture must be told anew, if it must. A live message that cannot be applied is as good as damaged.
+
+        What cannot be applied of an answer would come no better a second time, nor what fails time and again: behind it
+        the picture goes on empty.
+        """
+        now = self._clock()
         try:
             if isinstance(action, Apply):
-                return self._picture.apply(self._slot, action.batch, now=self._clock())
-            return self._picture.load_snapshot(self._slot, action.snapshot, now=self._clock())
+                is_kept = self._picture.apply(self._slot, action.batch, now=now)
+            else:
+                is_kept = self._picture.load_snapshot(self._slot, action.snapshot, now=now)
         except Exception as error:  # noqa: BLE001 - the boundary: what one worker says must not end the router
             self._count_damage(error)
+            if is_live and now - self._last_failure_at >= self._times.check_every:
+                self._last_failure_at = now
+                return Cause.DAMAGE
             self._picture.clear(self._slot, Cause.DAMAGE)
-            return True
+            return None
+        return None if is_kept else Cause.LAYOUT
 
     def _start(self, ask: AskReplay | AskSnapshot) -> None:
         assert self._tasks is not None, "the machine asks only while the stream runs"

@@ -346,10 +346,10 @@ async def test_a_long_replay_leaves_the_loop_to_others(consumer: Consumer, publi
     assert len(seen) > 10
 
 
-async def test_a_fault_of_the_index_costs_one_rank_its_picture(
+async def test_a_fault_of_the_index_is_mended_by_a_replay(
     consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever an event does to the index: the stream goes on, the damage is counted, and what comes next counts."""
+    """Whatever a live event does to the index: the damage is counted, and all is asked for again, as after damage."""
     consumer.follow(await publisher.start())
     await publisher.subscribed()
     await publisher.publish(stored(0))
@@ -364,9 +364,40 @@ async def test_a_fault_of_the_index_costs_one_rank_its_picture(
 
     monkeypatch.setattr(index, "apply", trip)
     await publisher.publish(stored(1))
-    await consumer.until(set())
+    await consumer.until({0, 1})
+    await publisher.publish(stored(2))
+    await consumer.until({0, 1, 2})
+
+    assert publisher.replays[-1] == 0
+    assert consumer.count("kv_event_decode_errors") == 1
+    assert consumer.count("kv_resyncs", cause="damage") == 1
+    assert "KeyError" in consumer.log.getvalue()
+
+
+async def test_an_event_that_always_fails_is_asked_for_once(
+    consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in the replay, too: what is stored behind it counts, and no other replay is asked for."""
+    consumer.follow(await publisher.start())
+    await publisher.subscribed()
+    await publisher.publish(stored(0))
+    await consumer.joined()
+    await consumer.until({0})
+    index = consumer.fleet.indexes("m")[0]
+    apply = index.apply
+
+    def trip(slot: int, event: Event) -> None:
+        if isinstance(event, BlockStored) and event.hashes == (1,):
+            raise KeyError(slot)
+        apply(slot, event)
+
+    monkeypatch.setattr(index, "apply", trip)
+    before = len(publisher.replays)
+    await publisher.publish(stored(1))
     await publisher.publish(stored(2))
     await consumer.until({2})
+    await publisher.publish(stored(1))
+    await publisher.publish(stored(3))
+    await consumer.until({3})
 
-    assert consumer.count("kv_event_decode_errors") == 1
-    assert "KeyError" in consumer.log.getvalue()
+    assert publisher.replays[before:] == [0]
