@@ -57,8 +57,8 @@ def converse(found: Pairs, name: str, told: Told, *, words: int) -> None:
 def test_conversations_beyond_the_pools_wait_and_then_find_their_caches(handover: str) -> None:
     """Two decode ranks hold two conversations each, and six come: the others wait until those have been idle.
 
-    Nothing is computed twice, and charges fit the pools at all times. Without admission the six compute most of their
-    contexts again with every turn.
+    Nothing is computed twice, and what the router charges on all three ranks fits their pools together. Without
+    admission the six compute most of their contexts again with every turn.
     """
     told, most = {}, 0.0
     for admission in ("off", "guarded"):

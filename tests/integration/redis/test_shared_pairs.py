@@ -31,7 +31,7 @@ RANKS = 4
 class Router:
     """A replica's brain, without a tokenizer, over four prefill and four decode ranks."""
 
-    def __init__(self, made: Replica) -> None:
+    def __init__(self, made: Replica, *, admission: str = "off") -> None:
         self.made = made
         for slot in (0, 1):
             made.fleet.remove_rank(slot)
@@ -45,7 +45,7 @@ class Router:
                 pool_tokens=None,
             )
             made.fleet.set_status(slot, RankStatus.READY)
-        self.brain = RouterBrain(made.fleet, settings=RoutingSettings(), metrics=made.metrics)
+        self.brain = RouterBrain(made.fleet, settings=RoutingSettings(admission=admission), metrics=made.metrics)
 
     async def ask(self, session: str, words: int) -> Attempt:
         body = json.dumps({"model": "m", "prompt": f"{session} " + "word " * words, "max_tokens": 1}).encode()
@@ -88,6 +88,21 @@ async def test_a_session_that_alternates_between_replicas_keeps_both_ranks(serve
                 assert attempt.decision.expected_cached_tokens >= 2_000
             pairs.add(tuple(ways))
         assert len(pairs) > 3, "the sessions are spread"
+
+
+async def test_who_is_charged_on_both_ranks_at_one_replica_is_known_on_both_at_the_other(
+    server: RedisServer, client: Redis
+) -> None:
+    """With its prompt on the prefill rank, and its prompt and answer on the decode rank."""
+    async with replica(server, "a") as first, replica(server, "b") as second:
+        a, b = Router(first, admission="guarded"), Router(second, admission="guarded")
+        ways = legs(await a.ask("s", 2_000))
+        holding, ranks = b.brain._holding, {rank.id: rank.slot for rank in second.fleet.view.ranks}
+        assert holding is not None
+        await until(lambda: len(holding.charged_elsewhere("m", SessionKey("t", "s"))) == 2)
+        charged = holding.charged_elsewhere("m", SessionKey("t", "s"))
+        assert charged[ranks[ways[1]]] == charged[ranks[ways[0]]] + 1
+        assert charged[ranks[ways[0]]] > 2_000
 
 
 async def test_a_replica_that_joins_late_looks_both_homes_up(server: RedisServer, client: Redis) -> None:

@@ -215,3 +215,13 @@ def test_a_warm_head_ties_nobody_to_its_rank_where_there_is_room_elsewhere() -> 
     desk.admission.start(ask("other", 800), 1, desk.view, now=0.0)
     assert isinstance(desk.offer(ask("waits", 500)), Hold)
     assert desk.offer(ask("warm", 200, cached={0: 190})) == Admit(Passage.WARM, frozenset({0}))
+
+
+def test_what_is_warm_waits_elsewhere_for_a_cold_start_like_any_other() -> None:
+    """Rank 1 has room, but computes a cold conversation: only where it is warm it may go until that has its token."""
+    desk = Desk(fleet(2), AlwaysHold())
+    cold = desk.admission.start(ask("cold", 100), 1, desk.view, now=0.0)
+    assert desk.offer(ask("new", 400, cached={0: 380})) == Admit(Passage.WARM, frozenset({0}))
+
+    cold.first_token()
+    assert desk.offer(ask("new", 400, cached={0: 380})) == Admit(Passage.WARM, frozenset({0, 1}))

@@ -16,6 +16,7 @@ from router.core.admission import (
     Visit,
 )
 from router.core.admission_guard import Guard
+from router.core.returns import Conversation
 from router.core.types import RouteRequest, SessionKey
 from tests.fakes.admission_desk import AlwaysHold, Desk, Ledger, ask, fleet
 
@@ -271,3 +272,52 @@ def test_what_other_routers_have_admitted_takes_room() -> None:
     assert desk.offer(theirs) == Admit(Passage.ADMITTED, frozenset({0}))
     desk.admission.charges.drop_idle(("m", SessionKey("", "c")))
     assert desk.admission.charged_tokens(0) == 0
+
+
+def test_what_other_routers_have_admitted_makes_the_idle_lapse() -> None:
+    """Two idle for long, 300 each, beside 100: with 400 charged by others the older one goes, without them neither."""
+    for elsewhere_tokens, left in ((0, 700), (400, 400)):
+        desk = Desk(fleet(1), AlwaysHold())
+        desk.turn(ask("a", 300))
+        desk.turn(ask("b", 300), now=1.0)
+        desk.view.ranks[0].load.charged_tokens = elsewhere_tokens
+        desk.admission.start(ask("c", 100), 0, desk.view, now=100.0)
+        assert desk.admission.charged_tokens(0) == left
+
+
+def test_a_conversation_that_changes_router_is_no_cold_start() -> None:
+    """Another router charges it with 500 of its 550 tokens: they are there, though nothing is known of the cache. With
+    300 of them it is one, and the next one waits."""
+    for tokens, answer in ((500, Admit(Passage.ROOM, frozenset({0}))), (300, Hold(1, 1, Barrier.COLD_START))):
+        desk = Desk(fleet(1), AlwaysHold())
+        moved = msgspec.structs.replace(ask("s", 550), charged_elsewhere={0: tokens})
+        desk.admission.start(moved, 0, desk.view, now=0.0)
+        assert desk.offer(ask("new", 100)) == answer
+
+
+def test_who_wants_to_know_is_told_of_every_change() -> None:
+    """Of those that open, close, lapse and end: what a copy of the charges that follows them has is what there is."""
+    desk = Desk(fleet(2), AlwaysHold())
+    charges, copy = desk.admission.charges, dict[tuple[str, int], int]()
+
+    def changed(conversation: Conversation, slot: int) -> None:
+        charge, name = charges.of(conversation).get(slot), conversation[1].session
+        copy.pop((name, slot), None)
+        if charge is not None and not charge.is_lapsable:
+            copy[name, slot] = 0 if charge.inflight else charge.tokens
+
+    charges.on_changed = changed
+    visit = desk.start(ask("a", 300), 0)
+    assert copy == {("a", 0): 0}
+    desk.admission.finish(visit, now=0.0)
+    desk.turn(ask("b", 200))
+    assert copy == {("a", 0): 300, ("b", 0): 200}
+    moved = desk.start(ask("a", 310), 1)
+    assert copy == {("a", 0): 300, ("b", 0): 200, ("a", 1): 0}
+    desk.admission.finish(moved, now=1.0)
+    assert copy == {("b", 0): 200, ("a", 1): 310}
+    desk.admission.finish(desk.start(ask("c", 100), 0, now=2.0), now=2.0, is_kept=False)
+    charges.age(61.0)
+    assert copy == {("a", 1): 310}
+    desk.admission.forget_slot(1)
+    assert copy == {}

@@ -249,3 +249,15 @@ async def test_what_is_tried_again_is_no_return(admission: str) -> None:
     for _ in range(200 - 21):
         returned, departed = returned * fade, departed * fade + 1
     assert world.fleet.sessions.returns.ratio == pytest.approx(returned / departed)
+
+
+async def test_a_rank_that_takes_anothers_slot_owes_nothing() -> None:
+    """The only rank is full, and replaced by another one under its slot between two requests: there is room for all."""
+    world = world_of(1)
+    assert await ask(world, "a", 80_000, start=100) is not None
+    assert await ask(world, "b", 60_000, start=1_000_000) is None
+    world.fleet.remove_rank(world.slots[0])
+    assert world.add("another") == world.slots[0]
+
+    assert await ask(world, "b", 60_000, start=1_000_000) is not None
+    assert charged(world) == 60_050
