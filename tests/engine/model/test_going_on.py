@@ -161,6 +161,16 @@ def test_keeps() -> None:
     rank.decode(running)
 
 
+def test_apart() -> None:
+    """A segment that begins in front of one that goes on takes nothing of it."""
+    rank = Rank(0)
+    long, short = Sequence(rank, 300), Sequence(rank, 20)
+    for _ in range(3):
+        rank.decode([long])
+    for _ in range(4):
+        rank.decode([short, long])
+
+
 def test_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be more than a rank may keep is read from its pages at every step."""
     monkeypatch.setattr(paged, "_KEPT_BYTES", 10_000)
