@@ -31,7 +31,8 @@ from router.core.usable import Geometry
 from router.errors import ConfigError, Conflict, NotFound
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
-from router.fleet.registry import Hooks, Registry, Worker
+from router.fleet.registry import Registry
+from router.fleet.worker import Hooks, Worker
 from router.proxy.brain import RouterBrain
 from router.proxy.models import Census
 from router.proxy.plane import DataPlane
@@ -169,6 +170,9 @@ class Router:
             ),
         )
         fleet.on_unreachable = self._registry.doubt
+        fleet.on_failed_forecast = lambda rank, error: log.error(
+            "nothing is foretold of a full cache until it is cleared", rank=str(rank), exc_info=error
+        )
         for spec in settings.workers:
             self._registry.add(spec)
         brain.count_workers(lambda: _census(self._registry))

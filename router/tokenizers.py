@@ -12,7 +12,7 @@ import httpx
 from structlog.typing import FilteringBoundLogger
 
 from router.errors import ConfigError
-from router.fleet.registry import Worker
+from router.fleet.worker import Worker
 from router.fleet.worker_api import fetch_tokenizer
 from router.proxy.brain import RouterBrain
 from router.proxy.tokenization import PromptTokenizer

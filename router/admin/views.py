@@ -7,7 +7,8 @@ from typing import Any
 
 from router.fleet.fleet import Fleet
 from router.fleet.member import RankInfo
-from router.fleet.registry import Registry, Worker
+from router.fleet.registry import Registry
+from router.fleet.worker import Worker
 from router.telemetry.metrics import Metrics
 from router.telemetry.tallies import Counter
 

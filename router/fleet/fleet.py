@@ -80,6 +80,8 @@ class Fleet:
         self.on_unreachable: Callable[[str], None] = lambda _worker: None
         #: Told a conversation that another router serves from now on.
         self.on_taken: Callable[[Conversation], None] = lambda _conversation: None
+        #: Told of a rank of whose full cache nothing is foretold until it is cleared, and why.
+        self.on_failed_forecast: Callable[[RankId, Exception], None] = lambda _rank, _error: None
         #: Tokens of the contexts that admission charges each rank with.
         self.charged: Callable[[], Mapping[RankId, int]] = dict
         #: The conversations that it charges otherwise than it last said.
@@ -297,6 +299,7 @@ class Fleet:
         key = (member.models, block_tokens)
         if key not in self._indexes:
             self._indexes[key] = PrefixIndex(block_tokens=block_tokens, max_blocks=self._settings.max_index_blocks)
+            self._indexes[key].on_failed_forecast = self._note_failed_forecast
         member.index = self._indexes[key]
         member.block_tokens = block_tokens
         geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)
@@ -307,6 +310,11 @@ class Fleet:
         pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks, all_blocks=member.pool_blocks)
         member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
         self._measure(member)
+
+    def _note_failed_forecast(self, slot: int, error: Exception) -> None:
+        member = self._members[slot]
+        self._metrics.failed_forecasts.labels(*member.labels).inc()
+        self.on_failed_forecast(member.id, error)
 
     def _measure(self, member: Member) -> None:
         if member.index is not None:

@@ -8,8 +8,7 @@ router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import httpx
@@ -20,9 +19,10 @@ from router.core.types import RankId, RankStatus
 from router.errors import Conflict, HomingError, NotFound, WorkerError
 from router.fleet.doubles import Place, is_same_process, places
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
-from router.fleet.parity import Checker, Encode, Parity, Promised, Standing
+from router.fleet.parity import Checker, Standing
 from router.fleet.probes import SENTENCES, Verdict, judge, probe, until_due
 from router.fleet.target import ModelCard, Target
+from router.fleet.worker import Hooks, Worker
 from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
 from router.settings import ProbeSettings, WorkerSpec
 from router.telemetry.metrics import Metrics
@@ -54,42 +54,6 @@ class Ranks(Picture, Protocol):
     def remove_rank(self, slot: int) -> None: ...
     def expect_clear(self, slot: int) -> None: ...
     def set_status(self, slot: int, status: RankStatus) -> None: ...
-
-
-@dataclass(slots=True)
-class Worker:
-    """A registered worker. Written by the registry alone; ``reason`` says in a sentence why it is not ready."""
-
-    spec: WorkerSpec
-    status: RankStatus = RankStatus.PENDING
-    reason: str = "not asked yet"
-    info: WorkerInfo | None = None
-    places: frozenset[Place] = frozenset()
-    slots: tuple[int, ...] = ()
-    is_draining: bool = False
-    failed_probes: int = 0
-    doubted: asyncio.Event = field(default_factory=asyncio.Event)
-    streams: list[EventStream] = field(default_factory=list)
-    parity: Mapping[int, Parity] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Its id in metrics, headers and the admin API."""
-        return self.spec.name
-
-
-async def _nothing_more(_: Worker) -> None:
-    """The default for ``on_worker_ready``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What others do or know. ``on_worker_ready`` is awaited before a worker takes requests."""
-
-    on_worker_ready: Callable[[Worker], Awaitable[None]] = _nothing_more
-    encode: Encode = lambda _model, _body: None
-    promised: Promised = lambda _slot, _tokens: 0
-    has_progress: Callable[[Worker], bool] = lambda _: False
 
 
 class Registry:
@@ -219,22 +183,31 @@ class Registry:
 
     async def _live(self, worker: Worker) -> None:
         while True:
-            info = await self._ask_until_known(worker)
-            worker.slots = tuple(self._enter(info, rank) for rank in range(info.dp_size))
             try:
-                async with asyncio.TaskGroup() as streams:
-                    worker.streams = self._streams(info, worker.slots)
-                    following = [streams.create_task(stream.run()) for stream in worker.streams]
-                    await self._greet(worker)
-                    if self._settings.parity:
-                        following.append(streams.create_task(self._check_parity(worker)))
-                    await self._watch(worker)
-                    for task in following:
-                        task.cancel()
-            finally:
-                for slot in worker.slots:
-                    self._ranks.remove_rank(slot)
-                worker.slots, worker.streams = (), []
+                await self._follow(worker)
+            except Exception as error:  # noqa: BLE001 - the boundary: what one worker does must not end the others
+                self._log.error("worker lost by a fault of the router", worker=worker.name, exc_info=error)
+                self._show(worker, RankStatus.DOWN, f"the router failed at it ({error!r}) and begins anew")
+                await asyncio.sleep(_LAST_RETRY_SECONDS)
+
+    async def _follow(self, worker: Worker) -> None:
+        """Until the worker turns out to be laid out in another way."""
+        info = await self._ask_until_known(worker)
+        worker.slots = tuple(self._enter(info, rank) for rank in range(info.dp_size))
+        try:
+            async with asyncio.TaskGroup() as streams:
+                worker.streams = self._streams(info, worker.slots)
+                following = [streams.create_task(stream.run()) for stream in worker.streams]
+                await self._greet(worker)
+                if self._settings.parity:
+                    following.append(streams.create_task(self._check_parity(worker)))
+                await self._watch(worker)
+                for task in following:
+                    task.cancel()
+        finally:
+            slots, worker.slots, worker.streams = worker.slots, (), []
+            for slot in slots:
+                self._ranks.remove_rank(slot)
 
     async def _check_parity(self, worker: Worker) -> None:
         """Each rank in turn, beside the traffic; the result is for the operator, and changes no routing."""

@@ -130,6 +130,9 @@ class Metrics:
         self.event_batches = counter("kv_event_batches", "Event messages received.", RANK)
         self.events = counter("kv_events", "Cache events by type.", (*RANK, "type"))
         self.event_damage = counter("kv_event_decode_errors", "Event messages not decoded or applied.", RANK)
+        self.failed_forecasts = counter(
+            "kv_forecast_failures", "Times what is foretold of a rank's full cache failed: off until cleared.", RANK
+        )
         self.event_gaps = counter("kv_event_gaps", "Gaps in the sequence of a rank's messages.", RANK)
         self.replays = counter("kv_event_replays", "Replays asked of a rank, by result.", (*RANK, "result"))
         self.resyncs = counter("kv_resyncs", "Times a rank's picture was thrown away, by cause.", (*RANK, "cause"))

@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from router.core.types import RankStatus
 from router.errors import ConfigError, Conflict
-from router.fleet.event_stream import StreamTimes
+from router.fleet import registry
+from router.fleet.event_stream import EventStream, StreamTimes
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Probe, Verdict, judge, until_due
-from router.fleet.registry import Hooks, Registry, Worker
+from router.fleet.registry import Registry
+from router.fleet.worker import Hooks, Worker
 from router.settings import ProbeSettings, RoutingSettings, WorkerSpec
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
@@ -87,6 +89,26 @@ async def test_a_worker_that_is_down_is_reported_and_joins_when_it_comes(control
         assert control.statuses() == [(f"{worker.name}/0", RankStatus.READY)]
         assert control.greeted == [worker.name]
         assert entry.reason == ""
+
+
+async def test_a_fault_at_one_worker_ends_no_other(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker's stream raises what nobody foresaw: it is DOWN with a reason and comes in anew; the other stays."""
+    run = EventStream.run
+
+    async def fail(stream: EventStream) -> None:
+        monkeypatch.setattr(EventStream, "run", run)
+        raise KeyError("lost")
+
+    monkeypatch.setattr(registry, "_LAST_RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(EventStream, "run", fail)
+    source = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9", "block_size": 4}
+    async with ControlWorker({}) as good, ControlWorker({"/kv_event_sources": as_json({"0": source})}) as bad:
+        control.registry.add(WorkerSpec(url=good.url, id="good"))
+        entry = control.registry.add(WorkerSpec(url=bad.url, id="bad"))
+        await until(lambda: entry.status is RankStatus.DOWN)
+        assert "KeyError('lost')" in entry.reason
+        await until(lambda: entry.status is RankStatus.READY)
+        assert sorted(control.statuses()) == [("bad/0", RankStatus.READY), ("good/0", RankStatus.READY)]
 
 
 async def test_one_target_for_each_rank(control: Control) -> None:
