@@ -101,6 +101,9 @@ class Rule:
         return sorted(kept)
 
 
+#: No model sees so far; what claims to is no window.
+_MAX_WINDOW_TOKENS = 1 << 31
+
 _KINDS = {
     None: Kind.DENSE,
     "full_attention": Kind.DENSE,
@@ -119,13 +122,13 @@ def rule_of(
     """The rule of a group, from what its events say. ``window_tokens`` counts the query itself (vLLM's number)."""
     stride = block_tokens // unit_tokens
     match _KINDS.get(kind, Kind.UNUSED):
-        case Kind.WINDOW:
+        case Kind.WINDOW if window_tokens is None or 0 < window_tokens <= _MAX_WINDOW_TOKENS:
             blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
             needed = max(1, blocks) + geometry.eagle
             return Rule(Kind.WINDOW, stride, needed, window_tokens=window_tokens or 0)
         case Kind.CHUNK if geometry.chunk_tokens:
             return Rule(Kind.CHUNK, stride, geometry.chunk_tokens, unit_tokens)
-        case Kind.DENSE | Kind.CHUNK:  # a chunk of unknown size is taken for all there is
+        case Kind.DENSE | Kind.CHUNK | Kind.WINDOW:  # a chunk of unknown size, or no window, is taken for all there is
             return Rule(Kind.DENSE, stride)
         case other:
             return Rule(other, stride)

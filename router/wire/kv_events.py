@@ -33,6 +33,8 @@ REMOTE: Final = "REMOTE"
 _HOST: Final = "CPU"
 _U64 = (1 << 64) - 1
 _MAX_BLOCK_TOKENS = 1 << 20
+_MAX_GROUPS = 64  # engines number theirs from 0; models have a handful
+_MAX_WINDOW_TOKENS = 1 << 31
 _T = TypeVar("_T")
 
 
@@ -221,7 +223,7 @@ def _event(raw: object) -> Event:
                 return BlockRemoved(
                     hashes=_hashes(raw["block_hashes"]),
                     medium=_optional(raw, "medium", str) or GPU,
-                    group=_optional(raw, "group_idx", int) or 0,
+                    group=_group(raw),
                     locality=_optional(raw, "locality", str),
                 )
             case "AllBlocksCleared":
@@ -249,9 +251,9 @@ def _stored(raw: dict[str, Any]) -> BlockStored:
         token_ids=array("I", token_ids),  # 32 bits, or it is none
         block_tokens=block_tokens,
         medium=_optional(raw, "medium", str) or GPU,
-        group=_optional(raw, "group_idx", int) or 0,
+        group=_group(raw),
         kind=_optional(raw, "kv_cache_spec_kind", str),
-        window_tokens=_optional(raw, "kv_cache_spec_sliding_window", int),
+        window_tokens=_window(raw),
         lora_name=_adapter(raw),
         cache_salt=_optional(raw, "cache_salt", str),
         extra_keys=None if extra is None else tuple(extra),
@@ -264,6 +266,20 @@ def _optional(raw: Mapping[str, Any], name: str, kind: type[_T]) -> _T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} is of type {type(value).__name__}")
     return value
+
+
+def _group(raw: Mapping[str, Any]) -> int:
+    group = _optional(raw, "group_idx", int) or 0
+    if not 0 <= group < _MAX_GROUPS:
+        raise ValueError(f"group_idx {group}")
+    return group
+
+
+def _window(raw: Mapping[str, Any]) -> int | None:
+    window_tokens = _optional(raw, "kv_cache_spec_sliding_window", int)
+    if window_tokens is not None and not 0 < window_tokens <= _MAX_WINDOW_TOKENS:
+        raise ValueError(f"kv_cache_spec_sliding_window {window_tokens}")
+    return window_tokens
 
 
 def _adapter(raw: Mapping[str, Any]) -> str | None:

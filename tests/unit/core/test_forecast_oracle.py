@@ -84,7 +84,7 @@ class ForecastMachine(LateEventsMachine):
         self.waiting: list[tuple[str, Allocation, Ticket]] = []
         self.scheduled: list[tuple[str, Allocation, Ticket]] = []  # what their events say is under way
         self.running: list[tuple[str, Allocation, Ticket]] = []
-        self.unpromised: dict[Ticket, int] = {}  # blocks that were there when a request was sent
+        self.unpromised: dict[Ticket, int] = {}  # blocks that were there since a request was sent
 
     @rule(prompt=PROMPTS)
     def send(self, prompt: str) -> None:
@@ -123,12 +123,16 @@ class ForecastMachine(LateEventsMachine):
     @invariant()
     def found(self) -> None:
         """What the index foretells of any prompt is what the engine finds once it comes to it."""
+        has_lost = False
+        for prompt, _, ticket in (*self.waiting, *self.scheduled):
+            resident = self.resident(keys_of(prompt))
+            has_lost |= resident < self.unpromised[ticket]
+            self.unpromised[ticket] = max(self.unpromised[ticket], resident)
         engine = deepcopy(self.engine)
         if not all(engine.schedule(prompt) for prompt, _, _ in self.waiting):
             return  # one will have to wait until another ends: nobody knows which
-        unheard = (*self.waiting, *self.scheduled)
-        if any(self.resident(keys_of(prompt)) < self.unpromised[ticket] for prompt, _, ticket in unheard):
-            return  # what was there for one has gone: that it is computed again, nothing has promised
+        if has_lost:
+            return  # what was there for one has gone: that it is computed again, nothing promises any more
         for prompt in CONVERSATIONS:
             found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
             assert found == BLOCK * engine.hit(prompt), prompt

@@ -228,7 +228,7 @@ class Asked:
     prompt: str
     allocation: SharedAllocation
     ticket: Ticket
-    unpromised: frozenset[tuple[int, int]]  # by group and key: what was there when it was sent
+    unpromised: frozenset[tuple[int, int]]  # by group and key: what was there since it was sent
     running: Running | None = None
 
 
@@ -301,6 +301,11 @@ class SharedForecastMachine(LateEventsMachine):
     @invariant()
     def found(self) -> None:
         """What the index foretells of any prompt is what the engine finds once it comes to it."""
+        has_lost = False
+        for asked in (*self.waiting, *self.scheduled):
+            resident = self.resident(keys_of(asked.prompt))
+            has_lost |= not asked.unpromised <= resident
+            asked.unpromised |= resident
         engine = deepcopy(self.engine)
         self.had_copies |= any(len(copies) > 1 for copies in engine.cached.values())
         if self.had_copies:
@@ -310,9 +315,8 @@ class SharedForecastMachine(LateEventsMachine):
                 engine.step()
                 if engine.schedule(asked.prompt) is None:
                     return  # it will have to wait until another ends: nobody knows which
-        unheard = (*self.waiting, *self.scheduled)
-        if any(not asked.unpromised <= self.resident(keys_of(asked.prompt)) for asked in unheard):
-            return  # what was there for one has gone: that it is computed again, nothing has promised
+        if has_lost:
+            return  # what was there for one has gone: that it is computed again, nothing promises any more
         for prompt in CONVERSATIONS:
             found = self.index.reusable_tokens(keys_of(prompt), prompt_tokens=len(tokens_of(prompt)) + 1).get(0, 0)
             assert found == BLOCK * engine.hit(prompt), prompt

@@ -98,3 +98,10 @@ def test_a_groups_rule_follows_from_its_kind(
     geometry = Geometry(eagle=eagle)
 
     assert rule_of(kind, window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=geometry) == expected
+
+
+@pytest.mark.parametrize("window_tokens", [-5, 0, 1 << 62])
+def test_a_window_of_no_size_is_taken_for_full_attention(window_tokens: int) -> None:
+    """Then a prefix counts only as far as all of its blocks are there."""
+    rule = rule_of("sliding_window", window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=Geometry())
+    assert rule == Rule(Kind.DENSE, 1)
