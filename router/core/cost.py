@@ -10,9 +10,11 @@
 - move: what leaving home costs others: so many times what home saves and other ranks do not. A session is sticky
   while it is warm at home, and free once it is cold there, or has no more there than a head that all ranks hold. The
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
-  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting, the longer the
-  busier the ranks are: those who queue, by rho / (1 - rho) for a second of work, and where nobody's next turn depends
-  on it all who come before the queue is empty again, by 2 (rho / (1 - rho))^2. What home would load counts once only.
+  back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting where it is done,
+  the longer the busier those ranks are: those who queue, by rho / (1 - rho) for a second of work, and where nobody's
+  next turn depends on it all who come before the queue is empty again, by 2 (rho / (1 - rho))^2. rho is the mean of the
+  other ranks, home left out: a queue at home makes nobody stay. Nor does a slow home: what it holds is computed again
+  at the others' pace, where that is faster. What home would load counts once only.
 
 Requests without a home, or with one that has nothing for them, cost others something too by where they go. It is part
 of the move's term.
@@ -120,11 +122,14 @@ def prices(
     ]
     leave_seconds = 0.0
     if home is not None:
-        mean_busy = min(_LARGEST_BUSY_RATIO, sum(busy) / len(busy))
+        others = [number for number, rank in enumerate(ranks) if rank.slot != home.slot]
+        mean_busy = sum([min(_LARGEST_BUSY_RATIO, busy[number]) for number in others]) / max(1, len(others))
         queue_ratio = mean_busy / (1.0 - mean_busy)
         delay = _DELAY_WEIGHT * queue_ratio * queue_ratio
         factor = delay + request.return_ratio * (parameters.move_weight + queue_ratio - delay)
         leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
+        others_factor = sum([ranks[number].pace.factor for number in others]) / max(1, len(others))
+        leave_seconds *= min(1.0, others_factor / home.pace.factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
     credit_ratio, sibling_weight = 1.0, 0.0

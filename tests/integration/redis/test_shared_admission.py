@@ -153,13 +153,14 @@ async def test_what_failed_or_is_in_flight_at_the_other_is_no_credit(server: Red
 
 
 async def test_one_that_comes_later_hears_of_all_charges(server: RedisServer, client: Redis) -> None:
-    """A has charged a session before B was there: B knows, and once A has gone no more."""
+    """A has charged a session and told so before C was there: C knows all the same. Once A has gone nobody does."""
     async with replica(server, "b") as second:
         async with replica(server, "a") as first:
             a = Router(first)
+            b = Router(second)
             assert isinstance(await a.ask("s", 6_000), Attempt)
+            await until(lambda: any(tokens > 6_000 for tokens in b.credit("s").values()))
             async with replica(server, "c") as third:
-                c, b = Router(third), Router(second)
+                c = Router(third)
                 await until(lambda: any(tokens > 6_000 for tokens in c.credit("s").values()))
-                await until(lambda: any(tokens > 6_000 for tokens in b.credit("s").values()))
         await until(lambda: not b.credit("s"))

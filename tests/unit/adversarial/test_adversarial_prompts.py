@@ -258,6 +258,28 @@ def test_a_rank_that_prefills_for_a_minute_is_neither_dead_nor_forgotten() -> No
     assert table.home("m", giant, now=131.0) is None
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("giants", [1, 4, 6, 8, 12, 24])
+def test_no_number_of_giants_keeps_a_session_behind_them(ranks: int, giants: int) -> None:
+    """75 s of queue a giant at home, and 100,000 of 100,800 tokens, which take 6.3 s elsewhere: sixteen such turns are
+    lost by leaving. It waits for one giant, 75 s, and goes to an idle rank from two on, whatever comes more."""
+    book = LoadBook()
+    view = FleetView(tuple(rank(slot, book) for slot in range(ranks)))
+    for _ in range(giants):
+        book.open(0, prompt_tokens=GIANT_TOKENS, prefill_tokens=GIANT_TOKENS, seconds=75.0, now=0.0)
+    turn = RouteRequest(
+        model="m",
+        prompt_tokens=100_800,
+        output_tokens=200,
+        reusable_tokens={0: 100_000},
+        session=SessionKey("t", "s"),
+        home=0,
+    )
+    decision = Affinity(CostParameters())(view, turn, random.Random(0), 0.0)
+    assert decision is not None
+    assert (decision.slot == 0) is (giants == 1)
+
+
 def outlive(is_dead: Callable[[RankView, int, float], bool]) -> tuple[float | None, list[int]]:
     """A giant prompt on one of three ranks, and on the next when that is taken for dead, which is probed each five
     seconds and silent until the prompt is computed. Returns when it is answered, and the ranks that were lost.

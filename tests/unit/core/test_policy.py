@@ -6,6 +6,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.core.cost import CostParameters, price
 from router.core.load import LoadBook
@@ -77,13 +79,12 @@ def test_a_prefix_without_a_home_is_followed() -> None:
     assert decide(AFFINITY, Fleet(4), request(reusable_tokens={1: 900})) == (1, Reason.PREFIX)
 
 
-@pytest.mark.parametrize(("queued_seconds", "expected"), [(15.2, (0, Reason.HOME)), (15.4, (1, Reason.SPILL))])
+@pytest.mark.parametrize(("queued_seconds", "expected"), [(15.25, (0, Reason.HOME)), (15.3, (1, Reason.SPILL))])
 def test_a_warm_session_outwaits_a_queue_up_to_a_bound(queued_seconds: float, expected: tuple[int, Reason]) -> None:
-    """Leaving costs more the busier the ranks are; staying costs the queue.
+    """Leaving costs what home saves; staying costs the queue.
 
-    15.2 s sent to one of two ranks with a half-life of 180 s: rho = 7.6 * ln 2 / 180 = 0.029, rho / (1 - rho) = 0.030.
-    Leaving: (16 + 0.030) * 0.9 + 1.0 = 15.43 s. Staying: the queue, 0.13, and 2 * 0.058 * 0.1 as home is busy:
-    15.34 s, or 15.54 s with 15.4 s in the queue.
+    Leaving for an idle rank: 16 * 0.9 + 1.0 = 15.4 s. Staying: the queue, 0.1, 0.006 for decoding beside another, and,
+    as home is busy, 2 * 15.25 * ln 2 / 180 * 0.1 = 0.012: 15.37 s, or 15.42 s with 15.3 s in the queue.
     """
     fleet = Fleet(2)
     fleet.book.open(0, prompt_tokens=0, prefill_tokens=0, seconds=queued_seconds, now=0.0)
@@ -131,6 +132,47 @@ def test_readers_stay_where_ranks_are_busy(recent_seconds: float, bound_seconds:
         asked = request(reusable_tokens={0: 900}, home=0, return_ratio=0.0)
 
         assert decide(AFFINITY, fleet, asked)[0] == slot
+
+
+@pytest.mark.parametrize(("factors", "move_seconds"), [((16.0, 1.0, 1.0), 14.4), ((1.0, 4.0, 4.0), 14.4)])
+def test_a_slow_home_is_as_easy_to_leave_as_any(factors: tuple[float, ...], move_seconds: float) -> None:
+    """What 900 tokens save is lost 16 times where they are computed again, a millisecond each. That others are slow is
+    in the price of their own work, four times as much, and does not count again for what is to come."""
+    fleet = Fleet(3)
+    for slot, factor in enumerate(factors):
+        fleet.ranks[slot] = fleet.rank(slot, pace=RankPace(token_seconds=0.001, attention_seconds=0.0, factor=factor))
+    decision = AFFINITY(fleet.view, request(reusable_tokens={0: 900}, home=0), random.Random(0), 0.0)
+    assert decision is not None
+    assert [each.move_seconds for each in decision.prices] == pytest.approx([0.0, move_seconds, move_seconds])
+
+
+@given(
+    waits=st.lists(st.floats(0.0, 3000.0), min_size=2, max_size=2).map(sorted),
+    others=st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=5),
+    held_tokens=st.integers(0, 200_000),
+    return_ratio=st.floats(0.0, 1.0),
+    factor=st.floats(0.2, 16.0),
+)
+def test_a_longer_queue_at_home_keeps_nobody_there(
+    waits: list[float], others: list[float], held_tokens: int, return_ratio: float, factor: float
+) -> None:
+    """Whatever the other ranks have to do, and however slow home is: staying grows dearer by the queue at least, and
+    leaving costs the same."""
+    asked = request(
+        prompt_tokens=200_100, reusable_tokens={0: held_tokens}, home=0, return_ratio=return_ratio, output_tokens=0
+    )
+    found = []
+    for waiting_seconds in waits:
+        fleet = Fleet(1 + len(others))
+        fleet.ranks[0] = fleet.rank(0, pace=RankPace(token_seconds=0.001, attention_seconds=0.0, factor=factor))
+        for slot, seconds in enumerate([waiting_seconds, *others]):
+            fleet.book.open(slot, prompt_tokens=0, prefill_tokens=0, seconds=seconds, now=0.0)
+        decision = AFFINITY(fleet.view, asked, random.Random(0), 0.0)
+        assert decision is not None
+        found.append({each.slot: each.total_seconds for each in decision.prices})
+    short, long = found
+    assert long[0] - short[0] >= factor * (waits[1] - waits[0]) - 1e-6
+    assert all(long[slot] == short[slot] for slot in short if slot)
 
 
 @pytest.mark.parametrize(("queued_seconds", "slot"), [(1.43, 0), (1.45, 1)])
