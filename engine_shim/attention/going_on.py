@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine_shim.placing import to_device
 from engine_shim.types import CacheGroup, Chunk, Request
 
 
@@ -70,7 +71,7 @@ class Succession:
         place = before.place if before is not None and follows else self._free_place()
         self._now[key] = _Standing(place, starts, tables)
         slots = [table[-1] * page_tokens + start % page_tokens for table, start in zip(tables, starts, strict=True)]
-        rows, positions, places = torch.tensor([[*range(len(starts))], starts, slots], device=device)
+        rows, positions, places = to_device([[*range(len(starts))], starts, slots], device)
         return GoingOn(self._step, place, follows, slots=places, rows_positions=(rows, positions))
 
     def _free_place(self) -> int:

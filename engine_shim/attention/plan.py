@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.attention.going_on import GoingOn, Succession
+from engine_shim.placing import to_device
 from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind
 
 Integers = npt.NDArray[np.int64]
@@ -122,7 +123,7 @@ def make_plan(
     sampled = np.array([row for end, tried in sampling for row in range(end - tried - 1, end)], dtype=np.int64)
 
     def place(array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return to_device(array, device)
 
     attention = (group for group in layout.groups if group.kind in (GroupKind.FULL, GroupKind.WINDOW))
     return Plan(
@@ -156,7 +157,7 @@ def group_plan(
     """What chunks that run side by side write and read in one group of attention layers."""
 
     def place(array: Integers) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return to_device(array, device)
 
     ends = np.cumsum([chunk.count for chunk in chunks])
     segments = []
@@ -201,7 +202,7 @@ def group_writes(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int
                 page, count = NULL_PAGE, min(count, placed - position)
             slots += range(page * page_tokens + offset, page * page_tokens + offset + count)
             position += count
-    return torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
+    return to_device(slots, device, dtype=torch.int64)
 
 
 def _states(
@@ -220,13 +221,11 @@ def _states(
         if chunk.count > 1:
             parts.append(([i], np.arange(first_rows[i], first_rows[i] + chunk.count)))
     return StatePlan(
-        sources=torch.from_numpy(slots[:, 0].copy()).to(device),
-        targets=torch.from_numpy(slots[:, 1].copy()).to(device),
-        fresh=torch.from_numpy(slots[:, 0] == NULL_PAGE).to(device),
-        parts=tuple(
-            (torch.tensor(members, device=device), torch.from_numpy(rows).to(device)) for members, rows in parts
-        ),
-        firm=torch.tensor([i for i, tried in enumerate(drafts) if not tried], dtype=torch.int64, device=device),
+        sources=to_device(slots[:, 0].copy(), device),
+        targets=to_device(slots[:, 1].copy(), device),
+        fresh=to_device(slots[:, 0] == NULL_PAGE, device),
+        parts=tuple((to_device(members, device), to_device(rows, device)) for members, rows in parts),
+        firm=to_device([i for i, tried in enumerate(drafts) if not tried], device, dtype=torch.int64),
         drafted=tuple(
             (i, slice(first, first + chunk.count))
             for i, (chunk, first, tried) in enumerate(zip(chunks, first_rows.tolist(), drafts, strict=True))
@@ -304,7 +303,7 @@ def _mask(keys: _Keys, group: CacheGroup, *, device: torch.device, dtype: torch.
         # All real keys of a decode are visible.
         if keys.hidden is None:
             return None
-        hidden = torch.from_numpy(keys.hidden).to(device, non_blocking=True)
+        hidden = to_device(keys.hidden, device)
         mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
         return mask[:, None, None, :]
     mask = torch.zeros(keys.count, length, device=device, dtype=dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.attention.plan import group_writes
+from engine_shim.placing import to_device
 from engine_shim.types import CacheGroup, CacheLayout, Chunk, GroupKind
 
 
@@ -48,7 +49,7 @@ def page_tables(chunks: Sequence[Chunk], layout: CacheLayout, *, device: torch.d
     counts = [chunk.count for chunk in chunks]
 
     def place(numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+        return to_device(numbers, device, dtype=torch.int32)
 
     return PageTables(
         query_starts=place(np.cumsum([0, *counts]).tolist()),
@@ -59,7 +60,7 @@ def page_tables(chunks: Sequence[Chunk], layout: CacheLayout, *, device: torch.d
         groups=tuple(
             GroupTable(
                 writes=group_writes(chunks, group, page_tokens=layout.page_tokens, device=device),
-                pages=_pages(chunks, group, page_tokens=layout.page_tokens).to(device, non_blocking=True),
+                pages=to_device(_pages(chunks, group, page_tokens=layout.page_tokens), device),
                 starts=place([0 if group.window_tokens is None else chunk.window_start for chunk in chunks]),
             )
             for group in attention_groups(layout)

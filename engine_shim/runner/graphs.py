@@ -22,6 +22,7 @@ from engine_shim.attention.plan import StatePlan
 from engine_shim.attention.recurrent import PagedRecurrence, States
 from engine_shim.attention.tables import GroupTable, PageTables, attention_groups, page_tables
 from engine_shim.model.decoder import Decoder
+from engine_shim.placing import to_device
 from engine_shim.types import NULL_PAGE, Batch, CacheLayout, Chunk
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class DecodeInputs:
             self._put(mine.starts, theirs.starts)
             # What stands behind a length is not read.
             rows, width = theirs.pages.shape
-            mine.pages[:rows, :width].copy_(theirs.pages, non_blocking=True)
+            mine.pages[:rows, :width].copy_(to_device(theirs.pages, mine.pages.device))
         if self._layout.state is not None:
             slots = np.array([chunk.tables[self._layout.state.index] for chunk in chunks], dtype=np.int64)
             self._put(self.states.sources, slots[:, 0])
@@ -92,7 +93,7 @@ class DecodeInputs:
         values = torch.as_tensor(values)
         padded = torch.full((self._size,), empty, dtype=target.dtype)
         padded[: len(values)] = values
-        target.copy_(padded, non_blocking=True)
+        target.copy_(to_device(padded, target.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from overlapped_rank import OverlappedRank
 from parity_rank import ParityRank
-from test_overlap import OverlappedRank
 from tiny_models import VOCAB, TinyModel, make_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 

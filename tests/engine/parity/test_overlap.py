@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
 import torch
-from parity_rank import ParityRank
+from overlapped_rank import OverlappedRank
 from tiny_models import VOCAB, make_tiny_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -41,53 +40,22 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return load_decoder(read_card(str(tiny.folder)), dtype=torch.float64)
 
 
-class OverlappedRank(ParityRank):
-    """Steps as the engine does, one ahead of the one that runs; ``overlaps`` False runs the same one by one."""
-
-    def __init__(self, decoder: Decoder, *, overlaps: bool, **options: Any) -> None:
-        sizes = {"pool_tokens": 400, "max_running": 4, "chunk_tokens": 32}
-        super().__init__(decoder, record=False, overlaps=overlaps, **{**sizes, **options})
-        self.shadow = ShadowRunner(self.runner, self.layout, generations=self.scheduler.generations)
-        self.flights: deque[tuple[Batch, StepLanding]] = deque()
-        self.overlaps = overlaps
-        self.ahead = 0
-        self.told: dict[str, list[Any]] = {}
-
-    def step(self) -> None:
-        batch = self.scheduler.schedule()
-        assert batch is not None
-        self.launch(batch)
-        while self.flights:
-            if self.overlaps and len(self.flights) == 1:
-                ahead = self.scheduler.schedule_ahead()
-                if ahead is not None:
-                    self.ahead += 1
-                    self.launch(ahead)
-            batch, landing = self.flights.popleft()
-            for output in self.scheduler.commit(batch, landing()):
-                self.told.setdefault(output.request.id, []).extend(output.logprobs)
-            self.scheduler.check_integrity()
-
-    def launch(self, batch: Batch) -> None:
-        self._poison()
-        self.flights.append((batch, self.shadow.launch(batch)))
-
-    def answers(self) -> dict[str, tuple[list[int], FinishReason | None]]:
-        """What all requests come to; then some again, behind what the others have left in the cache."""
-        requests = [Request(name, prompt, SAMPLINGS[name]) for name, prompt in PROMPTS.items()]
-        requests += [Request(f"{name} again", PROMPTS[name], SAMPLINGS[name]) for name in "bdc"]
-        for request in requests:
-            self.scheduler.add(request)
-        while self.scheduler.has_work:
-            self.step()
-        return {request.id: (request.output, request.finish) for request in requests}
+def answers(rank: OverlappedRank) -> dict[str, tuple[list[int], FinishReason | None]]:
+    """What all requests come to; then some again, behind what the others have left in the cache."""
+    requests = [Request(name, prompt, SAMPLINGS[name]) for name, prompt in PROMPTS.items()]
+    requests += [Request(f"{name} again", PROMPTS[name], SAMPLINGS[name]) for name in "bdc"]
+    for request in requests:
+        rank.scheduler.add(request)
+    while rank.scheduler.has_work:
+        rank.step()
+    return {request.id: (request.output, request.finish) for request in requests}
 
 
 def test_answers_are_the_same(decoder: Decoder) -> None:
     """Greedy or drawn, with stops, penalties and logprobs, in a pool so small that pages are used again at once."""
     plain = OverlappedRank(decoder, overlaps=False)
     overlapped = OverlappedRank(decoder, overlaps=True)
-    assert overlapped.answers() == plain.answers()
+    assert answers(overlapped) == answers(plain)
     assert overlapped.ahead >= 30
     assert overlapped.scheduler.stats().evicted_pages[0] > 0
     assert overlapped.told.keys() == plain.told.keys()
@@ -101,8 +69,13 @@ class NoWayBack(TorchFunctionMode):
     refused = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self.refused:
-            raise AssertionError(f"{func.__name__} waits for the device")
+        name = getattr(func, "__name__", "")
+        if name in self.refused:
+            raise AssertionError(f"{name} waits for the device")
+        # To bring pageable memory there waits as well: that goes through ``to_device``, and through nothing else.
+        goes = [each for each in (*args[1:], *(kwargs or {}).values()) if isinstance(each, torch.device)]
+        if goes and (name in {"tensor", "as_tensor"} or (name == "to" and not (kwargs or {}).get("non_blocking"))):
+            raise AssertionError(f"{name} to a device waits for the device")
         return func(*args, **(kwargs or {}))
 
 
@@ -141,12 +114,22 @@ def test_no_step_waits_for_the_device_before_it_lands(decoder: Decoder) -> None:
     rank = OverlappedRank(decoder, overlaps=True)
     rank.runner = StrictRunner(decoder, rank.layout)
     rank.shadow = ShadowRunner(rank.runner, rank.layout, generations=rank.scheduler.generations)
-    answers = rank.answers()
+    expected = answers(OverlappedRank(decoder, overlaps=False))
+    assert answers(rank) == expected
     assert rank.runner.operators > 1000
-    assert answers == OverlappedRank(decoder, overlaps=False).answers()
 
 
-@pytest.mark.parametrize("sync", [Tensor.item, Tensor.tolist, lambda x: x[x > 0], bool])
+@pytest.mark.parametrize(
+    "sync",
+    [
+        Tensor.item,
+        Tensor.tolist,
+        lambda x: x[x > 0],
+        bool,
+        lambda x: torch.tensor([1], device=x.device),
+        lambda x: x.to(x.device),
+    ],
+)
 def test_the_watchmen_notice(sync: Any) -> None:
     """A look at a result while a step is launched is an error."""
     with pytest.raises(AssertionError, match="waits for the device"), NoWayBack(), NoSync():
