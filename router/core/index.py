@@ -83,8 +83,7 @@ class PrefixIndex(Residency):
         """See whether those that came last are of a chain that has become known since."""
         for parent, events in [*islice(reversed(rank.orphans.items()), _RETRIED_ORPHANS)]:
             if parent in rank.orphans and self._adopt(rank, slot, events[0], (chain,)) is not None:
-                del rank.orphans[parent]
-                for event in events:
+                for event in rank.take_orphans(parent):
                     self._store_dense(rank, slot, event)
 
     def _promised(
@@ -265,7 +264,7 @@ class PrefixIndex(Residency):
 
     def orphans(self, slot: int) -> int:
         """Blocks a rank has announced whose parent is not known."""
-        return sum(len(event.hashes) for events in self._ranks[slot].orphans.values() for event in events)
+        return self._ranks[slot].orphan_blocks
 
     def residency(self, slot: int) -> dict[int, frozenset[int]]:
         """For tests and consistency checks: keys held by a rank, per sparse group (-1: the dense group)."""

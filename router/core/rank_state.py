@@ -87,6 +87,7 @@ class RankState:
     ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
     whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
     by units smaller than a block. ``has_failed``: of the pool nothing is foretold until it is cleared, as that raised.
+    ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with it, by each of their blocks.
     ``reported`` are the blocks that a sparse group told of last as found, not stored.
     """
 
@@ -108,35 +109,55 @@ class RankState:
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()
-    _parent_of: dict[EngineHash, EngineHash] = field(default_factory=dict)  # what the blocks of orphans wait for
+    orphan_blocks: int = 0
+    _waiting: dict[EngineHash, tuple[tuple[EngineHash, BlockStored], ...]] = field(default_factory=dict)
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
-    def wait_for_parent(self, parent: EngineHash, event: BlockStored) -> None:
-        """Keep an event until its parent is stored. The oldest wait is given up where there are too many."""
-        waiting = self.orphans.setdefault(parent, [])
-        if len(waiting) < MAX_ALIKE:
-            waiting.append(event)
-            self._parent_of.update(dict.fromkeys(event.hashes, parent))
-        if len(self.orphans) > MAX_ORPHANS:
+    def wait_for_parent(self, parent: EngineHash, event: BlockStored, *, most_blocks: int) -> None:
+        """Keep an event until its parent is stored. The oldest waits are given up where there are too many."""
+        names = dict.fromkeys(event.hashes)
+        alike = max((len(self._waiting.get(name, ())) for name in names), default=0)
+        if max(alike, len(self.orphans.get(parent, ()))) >= MAX_ALIKE:
+            return
+        self.orphans.setdefault(parent, []).append(event)
+        self.orphan_blocks += len(event.hashes)
+        mine = ((parent, event),)
+        for name in names:
+            self._waiting[name] = self._waiting.get(name, ()) + mine
+        while len(self.orphans) > MAX_ORPHANS or self.orphan_blocks > most_blocks:
             self.take_orphans(next(iter(self.orphans)))
 
     def take_orphans(self, parent: EngineHash) -> Sequence[BlockStored]:
         """The events that wait for a parent; they wait no longer."""
         events = self.orphans.pop(parent, ())
         for event in events:
-            for name in event.hashes:
-                self._parent_of.pop(name, None)
+            self._end_wait(event)
         return events
+
+    def _end_wait(self, event: BlockStored) -> None:
+        self.orphan_blocks -= len(event.hashes)
+        for name in dict.fromkeys(event.hashes):
+            left = tuple([each for each in self._waiting[name] if each[1] is not event])
+            if left:
+                self._waiting[name] = left
+            else:
+                del self._waiting[name]
 
     def drop_orphan(self, name: EngineHash) -> bool:
         """A block that waits was removed, and with it those stored beside it. False if none of that name waits."""
-        parent = self._parent_of.get(name)
-        if parent is None:
+        waiting = self._waiting.get(name)
+        if waiting is None:
             return False
-        for event in self.take_orphans(parent):
-            if name not in event.hashes:
-                self.wait_for_parent(parent, event)
+        last = waiting[-1][0]
+        gone = [event for parent, event in waiting if parent == last]
+        for event in gone:
+            self._end_wait(event)
+        left = [event for event in self.orphans[last] if not any(event is each for each in gone)]
+        if left:
+            self.orphans[last] = left
+        else:
+            del self.orphans[last]
         return True
 
     def wait_for_name(self, name: EngineHash, group: int) -> None:
@@ -159,7 +180,8 @@ class RankState:
         """Nothing is waited for."""
         self.orphans.clear()
         self.unnamed.clear()
-        self._parent_of.clear()
+        self.orphan_blocks = 0
+        self._waiting.clear()
 
 
 def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> array[int]:

@@ -24,6 +24,9 @@ from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, B
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
+#: On each rank so many blocks may wait for a parent, or this share of those that may be known, if it is more.
+FEW_ORPHANS = 1024
+ORPHANS_SHARE = 16
 #: Places of chains in flight that an event without a known parent is held against, those sent last first.
 MOST_TRIED = 128
 
@@ -115,7 +118,7 @@ class Residency(Blocks):
             parent = self._adopt(rank, slot, event, self.provisional.expected(slot))
             parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
-            rank.wait_for_parent(event.parent, event)
+            rank.wait_for_parent(event.parent, event, most_blocks=max(FEW_ORPHANS, self.max_blocks // ORPHANS_SHARE))
             return
         if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent)):
             self._heal(rank, slot, parent)
