@@ -17,6 +17,8 @@ from router.core.adoption import Expected
 
 #: The dense group in a promise; other groups have the engine's own numbers.
 DENSE = -1
+_COUNT_BITS = 32
+_COUNT = (1 << _COUNT_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class Provisional:
         self.sparse: dict[int, dict[int, int]] = {}
         self._entries: dict[int, _Entry] = {}
         self._by_slot: dict[int, set[int]] = {}
-        self._owners: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}  # tickets by block, by slot and group
+        # By slot and group, of each block how many tickets promise it, and above these bits the first of them: it was
+        # promised by all that came since and name it, and by none of those before, whose promise has been confirmed.
+        self._owners: dict[tuple[int, int], dict[int, int]] = {}
+        self._waiting: dict[tuple[int, int], dict[int, None]] = {}  # tickets by slot and the block that they wait for
         self._fulfilled: list[int] = []
         self._expected: dict[int, dict[int, Expected]] = {}
         self._next = 0
@@ -63,10 +68,12 @@ class Provisional:
         self._next += 1
         dense = promised.get(DENSE, ())
         self._entries[ticket.number] = _Entry(slot, promised, dense[-1] if dense else None)
+        if dense:
+            self._waiting.setdefault((slot, dense[-1]), {})[ticket.number] = None
         self._by_slot.setdefault(slot, set()).add(ticket.number)
         if expected is not None:
             self._expected.setdefault(slot, {})[ticket.number] = expected
-        bit, mine = 1 << slot, (ticket.number,)
+        bit, mine = 1 << slot, (ticket.number << _COUNT_BITS) + 1
         for group, keys in promised.items():
             table, owners = self._table(group), self._owners.setdefault((slot, group), {})
             if table.keys().isdisjoint(keys):  # what nobody else has promised goes in as a whole
@@ -75,7 +82,7 @@ class Provisional:
                 continue
             for key in keys:
                 table[key] = table.get(key, 0) | bit
-                owners[key] = owners.get(key, ()) + mine
+                owners[key] = owners[key] + 1 if key in owners else mine
         return ticket
 
     def waits(self, slot: int) -> Callable[[int], bool]:
@@ -100,8 +107,8 @@ class Provisional:
             if owners is None:
                 continue
             _clear_bit(table, key, 1 << slot)
-            if group == DENSE:
-                self._fulfilled += [number for number in owners if self._entries[number].last == key]
+            if group == DENSE and (waiting := self._waiting.get((slot, key))):
+                self._fulfilled += [number for number in waiting if number >= owners >> _COUNT_BITS]
 
     def settle(self) -> None:
         """A batch of events has been applied whole: promises that it should have confirmed and did not are void."""
@@ -139,17 +146,22 @@ class Provisional:
         siblings.remove(number)
         if not siblings:
             del self._by_slot[entry.slot]
+        if entry.last is not None:
+            waiting = self._waiting[entry.slot, entry.last]
+            del waiting[number]
+            if not waiting:
+                del self._waiting[entry.slot, entry.last]
         for group, keys in entry.keys.items():
             table, owned = self._table(group), self._owners[entry.slot, group]
             for key in keys:
                 owners = owned.get(key)
-                if owners is None or number not in owners:  # confirmed since
+                if owners is None or number < owners >> _COUNT_BITS:  # confirmed since
                     continue
-                if len(owners) == 1:
+                if owners & _COUNT > 1:
+                    owned[key] = owners - 1
+                else:
                     del owned[key]
                     _clear_bit(table, key, 1 << entry.slot)
-                else:
-                    owned[key] = tuple([other for other in owners if other != number])
 
     def _table(self, group: int) -> dict[int, int]:
         return self.dense if group == DENSE else self.sparse.setdefault(group, {})
