@@ -185,6 +185,25 @@ class Blocks:
                 if is_held and isinstance(rank.pool, SharedPool):
                     rank.pool.lost(group, key)
 
+    def _lose_named(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> list[int] | None:
+        """The rank gave up blocks, all of them known and each named once (None: they are not). Returns the keys of what
+        it has no copy of any more. In any order it takes time in their number.
+        """
+        places = [place for name in names if (place := rank.names.places.get(name)) is not None]
+        keys = {place: key for place in places if (key := self._runs.key(place)) is not None}
+        if len(keys) < len(names) or self.namespaces or rank.orphans or rank.adopted.is_used:
+            return None
+        lost = rank.chains.lose_all(slot, keys)
+        rank.blocks -= len(lost)
+        if isinstance(rank.pool, SharedPool):
+            for place in keys.keys() - lost:
+                rank.pool.lost_twin(keys[place])
+        forgotten = [(name, place) for name, place in zip(names, places, strict=True) if not self._runs.is_held(place)]
+        for name, place in forgotten:
+            rank.names.forget(name, place, stray=keys[place] if self._is_sparse(keys[place]) else None)
+        self._note_forgotten(len(forgotten))
+        return [keys[place] for place in lost]
+
     # --- names --------------------------------------------------------------------------------------
 
     def _key(self, rank: RankState, name: EngineHash) -> int | None:

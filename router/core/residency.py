@@ -259,7 +259,8 @@ class Residency(Blocks):
                     if (key := self._remove_dense(rank, slot, name, tier)) is not None:
                         rank.pool.removed((key,), copies=copies)
                 return
-            gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
+            if tier != GPU or (gone := self._lose_named(rank, slot, event.hashes)) is None:
+                gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
                 rank.pool.removed(gone, copies=0 if rank.adopted.has_gaps else copies)
 

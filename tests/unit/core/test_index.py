@@ -371,3 +371,19 @@ def test_lower_tiers_and_long_events_keep_the_bound() -> None:
         tokens = (first, first, first, first)
         index.apply(0, BlockStored((10 * first, 10 * first + 1), None, tokens, 2, medium="CPU"))
     assert len(index) == 4
+
+
+def test_blocks_go_in_any_order_and_one_copy_each(index: PrefixIndex) -> None:
+    """Six blocks, the first three stored twice: all are removed head first, then the copies that are left, shuffled."""
+    index.apply(0, stored(0, 5))
+    index.apply(0, stored(0, 2))
+    index.apply(1, stored(0, 5))
+    index.apply(0, BlockRemoved((0, 1, 2, 3, 4, 5)))
+    assert reusable(index) == {0: 6, 1: 12}
+    assert index.blocks(0) == 3
+
+    index.apply(0, BlockRemoved((1, 0, 2)))
+    index.apply(1, BlockRemoved((3, 5, 4, 5)))
+    assert reusable(index) == {1: 6}
+    assert index.blocks(0) == 0
+    assert len(index) == 3
