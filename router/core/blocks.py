@@ -66,7 +66,9 @@ class Blocks:
         rank.has_failed = False
         rank.forget_waits()
         rank.adopted = Adopted()
-        if any(table.masks for table in self._sparse.values()):
+        sparse = [table.masks for table in self._sparse.values() if table.masks]
+        unheld = (key for chains in self._chains.values() for key in chains.unheld()) if sparse else ()
+        if any(key in masks for key in unheld for masks in sparse):
             self.sweep()  # before names lose the places that tell what sparse groups still hold
         else:
             for chains in self._chains.values():

@@ -215,6 +215,13 @@ class Chains:
         for copy in [copy for copy in self._copies if copy[0] == slot]:
             self._count_copy(copy, -self._copies[copy])
 
+    def unheld(self) -> Iterator[int]:
+        """Blocks at the ends of runs that nobody holds, whatever branches off there."""
+        for run in self._firsts.values():
+            length = max(holders.length() for holders in run.all_holders())
+            if length < len(run.keys):
+                yield from run.keys[length:]
+
     def trim(self) -> None:
         """Let go of blocks at the ends of runs that nobody holds."""
         for run in list(self._firsts.values()):
