@@ -27,8 +27,8 @@ COMPILED = {
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
-        "answers arrival brain exchange forward gate holding instruments knowledge leases limits models outbound pair plane "
-        "prepared promises relay server splitting types upstream watchdog"
+        "answers arrival brain exchange forward gate holding instruments knowledge leases limits models outbound pair "
+        "plane prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
     "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse text_keys",
