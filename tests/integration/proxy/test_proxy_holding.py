@@ -13,10 +13,14 @@ from tests.fakes.fleet_rig import ASK, FleetRig
 from tests.fakes.proxy_rig import Client, until
 
 #: Each conversation is charged with some 600 tokens; two do not fit the pool.
-BIG = {"messages": [{"role": "user", "content": 800 * "hi "}], "max_tokens": 8}
 POOL_TOKENS = 1000
 DELTA = event({"choices": [{"delta": {"content": "a"}}]})
 STREAM: Script = (stream_head(), chunk(DELTA), chunk(b"data: [DONE]\n\n"), chunk(b""))
+
+
+def _big(session: int) -> dict[str, object]:
+    """A prompt that takes most of a pool, and shares nothing with other sessions' ones."""
+    return {"messages": [{"role": "user", "content": f"{session} " + 800 * "hi "}], "max_tokens": 8}
 
 
 @asynccontextmanager
@@ -27,7 +31,7 @@ async def _full(*scripts: Script, **queue: float) -> AsyncIterator[tuple[FleetRi
         world = FleetRig(worker.port, routing=routing, queue=QueueSettings(**queue), pool_tokens=POOL_TOKENS)
         await world.start()
         try:
-            assert (await world.ask(0, **BIG)).status == 200
+            assert (await world.ask(0, **_big(0))).status == 200
             yield world, worker
         finally:
             await world.plane.drain(0)
@@ -38,7 +42,7 @@ async def _full(*scripts: Script, **queue: float) -> AsyncIterator[tuple[FleetRi
 async def _held(world: FleetRig, session: int, **fields: object) -> Client:
     client = await world.connect()
     before = world.count("homing_admission_held_requests")
-    await client.send({**ASK, **BIG, **fields}, headers={"x-session-id": f"s{session}"})
+    await client.send({**ASK, **_big(session), **fields}, headers={"x-session-id": f"s{session}"})
     await until(lambda: world.count("homing_admission_held_requests") == before + 1)
     return client
 
@@ -47,7 +51,7 @@ async def test_a_new_conversation_waits_and_an_old_one_does_not() -> None:
     """Held until another rank brings room; the admitted conversation's next turn passes meanwhile."""
     async with _full() as (world, worker), FaultWorker() as other:
         client = await _held(world, 1)
-        assert (await world.ask(0, **BIG)).status == 200
+        assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
         world.add_rank(other.port)
         async with asyncio.timeout(3):
@@ -64,7 +68,7 @@ async def test_held_for_too_long() -> None:
     who comes then will not wait less.
     """
     async with _full(hold_seconds=1.1) as (world, worker):
-        answer_ = await world.ask(1, **BIG)
+        answer_ = await world.ask(1, **_big(1))
         assert (answer_.status, answer_.error["code"]) == (429, "held_too_long")
         assert answer_.headers["retry-after"] == "2"
         assert len(worker.requests) == 1
@@ -82,7 +86,7 @@ async def test_what_failed_waits_for_room_again() -> None:
         world.add_rank(failing.port)
         client = await _held(world, 1)
         assert len(failing.requests) == 1
-        assert (await world.ask(0, **BIG)).status == 200
+        assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
         world.add_rank(other.port)
         async with asyncio.timeout(3):
@@ -90,14 +94,14 @@ async def test_what_failed_waits_for_room_again() -> None:
         assert (answer_.status, answer_.headers["x-homing-attempts"]) == (200, "2")
         assert (len(worker.requests), len(failing.requests), len(other.requests)) == (2, 1, 1)
         await client.close()
-        assert (await world.ask(1, **BIG)).status == 200
+        assert (await world.ask(1, **_big(1))).status == 200
 
 
 async def test_no_more_wait_than_may() -> None:
     """With room for one in the queue the next one is refused at once, and the first goes on waiting."""
     async with _full(max_held=1) as (world, worker):
         client = await _held(world, 1)
-        refused = await world.ask(2, **BIG)
+        refused = await world.ask(2, **_big(2))
         assert (refused.status, refused.error["code"]) == (429, "hold_full")
         assert int(refused.headers["retry-after"]) >= 1
         assert world.count("homing_admission_hold_seconds_count", end="refused") == 1
@@ -114,17 +118,17 @@ async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
     """
     async with _full(max_inflight=1) as (world, worker), FaultWorker([(1.0, *OK)]) as other:
         held = [await _held(world, session) for session in (1, 2)]
-        assert (await world.ask(0, **BIG)).status == 200
+        assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
         world.add_rank(other.port)
         await until(lambda: len(other.requests) == 1)
-        late = asyncio.create_task(world.ask(0, **BIG))
+        late = asyncio.create_task(world.ask(0, **_big(0)))
         await until(lambda: world.count("homing_queued_requests") == 1)
         assert (await held[0].answer()).status == 200
         assert (await late).status == 200
         for client in held:
             await client.close()
-        assert (await world.ask(0, **BIG)).status == 200
+        assert (await world.ask(0, **_big(0))).status == 200
 
 
 async def test_who_leaves_is_held_no_more() -> None:
@@ -192,7 +196,7 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
             assert f'"{code}"'.encode() in error
             await client.close()
     async with _full(comment_seconds=0.02, hold_seconds=0.1) as (world, _):
-        answer_ = await world.ask(1, stream=True, **BIG)
+        answer_ = await world.ask(1, stream=True, **_big(1))
         (error,) = _events(answer_.body)
         assert b'"held_too_long"' in error
         assert answer_.complete
