@@ -59,7 +59,6 @@ class Forwarding:
         "_attempt",
         "_connecting",
         "_connection",
-        "_ends_with_connection",
         "_exchange",
         "_excluded",
         "_failures",
@@ -89,7 +88,6 @@ class Forwarding:
         self._is_kept = False
         self._relay: Relay | None = None
         self._is_open_ended = False
-        self._ends_with_connection = False
         self._refusal: Refusal | None = None
         # What has been tried:
         self._excluded: frozenset[int] = frozenset()
@@ -286,9 +284,8 @@ class Forwarding:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
-        relay = Relay(client, exchange.endpoint, is_stream=is_stream(head))
+        relay = Relay(client, exchange.endpoint, is_stream=is_stream(head), says_end=head.ends_with_connection)
         self._is_open_ended = relay.is_stream and (exchange.is_held_open or not head.has_length)
-        self._ends_with_connection = head.ends_with_connection
         exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
@@ -308,7 +305,7 @@ class Forwarding:
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
         exchange, forwarder = self._exchange, self._forwarder
-        if failure is None and self._ends_with_connection and relay.is_stream and not relay.is_done:
+        if failure is None and relay.is_cut:
             failure = Failure(Outcome.RESET, "the worker closed the connection", answered=True)
         if failure is None:
             relay.end()

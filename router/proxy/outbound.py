@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 from router.core.types import Decision, Engine, RankId, Reason, WorkerRole
 from router.fleet.target import Target
 from router.wire import handover, openai
 from router.wire import headers as names
 from router.wire.openai import InferenceRequest
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: Workers come and go; heads of so many are kept, the earliest written forgotten first.
 _MAX_KEPT: Final = 4096
@@ -45,9 +48,7 @@ class Writer:
         head = self._heads.get(target)
         if head is None:
             head = _head(target)
-            if len(self._heads) >= _MAX_KEPT:
-                del self._heads[next(iter(self._heads))]
-            self._heads[target] = head
+            _keep(self._heads, target, head)
         before, after = head
         parts = (before, outbound.target, after, outbound.lines, len(body))
         return b"%b%b%b%bcontent-length: %d\r\n\r\n" % parts, body
@@ -58,9 +59,7 @@ class Writer:
         place = self._places.get(key)
         if place is None:
             place = _place(decision)
-            if len(self._places) >= _MAX_KEPT:
-                del self._places[next(iter(self._places))]
-            self._places[key] = place
+            _keep(self._places, key, place)
         lines = b"%b%b%d\r\n%b: %d\r\n" % (id_line, place, decision.expected_cached_tokens, names.ATTEMPTS, attempt)
         if decision.prefill is not None:
             lines += b"%b: %b\r\n" % (names.PREFILL_RANK, str(decision.prefill.id).encode())
@@ -70,6 +69,12 @@ class Writer:
 def rank_in_body(target: Target) -> int | None:
     """The rank that a body names; vLLM reads it in a header, and a worker with one rank needs none."""
     return target.rank if target.dp_size > 1 and target.engine is not Engine.VLLM else None
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> None:
+    if len(kept) >= _MAX_KEPT:
+        del kept[next(iter(kept))]
+    kept[key] = value
 
 
 def _head(target: Target) -> tuple[bytes, bytes]:

@@ -11,11 +11,14 @@ from router.wire.usage import Usage
 class Relay:
     """Passes every byte on as it comes and notes usage and pace in passing."""
 
-    __slots__ = ("_client", "_endpoint", "_feed", "_tap", "_write", "began_seconds", "is_stream")
+    __slots__ = ("_client", "_endpoint", "_feed", "_tap", "_write", "began_seconds", "is_stream", "says_end")
 
-    def __init__(self, client: ClientConnection, endpoint: Endpoint, *, is_stream: bool) -> None:
-        """``endpoint`` says in whose shape an error is told."""
+    def __init__(self, client: ClientConnection, endpoint: Endpoint, *, is_stream: bool, says_end: bool) -> None:
+        """``endpoint`` says in whose shape an error is told; ``says_end``: nothing but a last event tells that a stream
+        is whole.
+        """
         self.is_stream = is_stream
+        self.says_end = says_end
         tap = StreamTap() if is_stream else BodyTap()
         self._client = client
         self._endpoint = endpoint
@@ -39,6 +42,11 @@ class Relay:
     def is_done(self) -> bool:
         """The stream's last event has passed: what breaks after it is missed by nobody."""
         return isinstance(self._tap, StreamTap) and self._tap.is_done
+
+    @property
+    def is_cut(self) -> bool:
+        """A stream that is over, and would have said so."""
+        return self.says_end and self.is_stream and not self.is_done
 
     def end_with(self, error: RequestError) -> None:
         """The stream ends here, with an error as its last event. An event cut short is not passed on."""

@@ -16,22 +16,17 @@ from router.core.admission import (
 )
 from router.core.admission_guard import Guard
 from router.core.load import LoadBook
-from router.core.pace import prior
-from router.core.types import FleetView, RankId, RankStatus, RankView, RouteRequest, SessionKey, Trust
+from router.core.types import FleetView, RouteRequest, SessionKey
+from tests.fakes.rank_views import rank_view
 
 
 def fleet(ranks: int, *, pool_tokens: int = 1000) -> FleetView:
     book = LoadBook()
     return FleetView(
         tuple(
-            RankView(
-                slot=slot,
-                id=RankId("w", slot),
-                models=frozenset({"m"}),
-                status=RankStatus.READY,
+            rank_view(
+                slot,
                 load=book.load(slot),
-                pace=prior(10_000.0),
-                trust=Trust(),
                 pool_tokens=pool_tokens,
             )
             for slot in range(ranks)

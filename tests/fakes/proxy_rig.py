@@ -24,6 +24,7 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 from router.wire.openai import InferenceRequest
 from router.wire.usage import Usage
+from tests.fakes.fault_worker import event
 
 
 async def until(condition: Callable[[], bool], *, seconds: float = 2.0) -> None:
@@ -219,6 +220,14 @@ class RawAnswer:
 
 
 CHAT = "/v1/chat/completions"
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**ASK, "stream": True}
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+
+
+def raw(body: object = ASK, *, path: str = CHAT, extra: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: a\r\n{extra}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
 class Client:

@@ -5,35 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from engine_rig import answer, read_all, request, running
 from shim_process import running_shim
 
 from engine_shim.app import StartError, build
-from engine_shim.engine import Engine
-from engine_shim.mailbox import Delta, Mailbox
+from engine_shim.mailbox import Mailbox
 from engine_shim.model.needle_text import Fact, facts, haystack
 from engine_shim.runner.shadow import ShadowError
 from engine_shim.runner.torch_runner import TorchRunner
-from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.settings import ShimSettings, load_settings
 from engine_shim.types import (
     Batch,
-    CacheGroup,
-    CacheLayout,
     FinishReason,
-    GroupKind,
-    Request,
     Sampled,
-    Sampling,
     StepLanding,
 )
-
-LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (65,))
 
 
 class Device:
@@ -70,36 +61,11 @@ class Device:
         return [Sampled((number,)) for chunk in batch.chunks if chunk.samples]
 
 
-@asynccontextmanager
-async def running(device: Device) -> AsyncIterator[Engine]:
-    scheduler = Scheduler(LAYOUT, max_context_tokens=200)
-    engine = Engine(0, scheduler, runner=device, layout=LAYOUT, publisher=None, clock=time.perf_counter, overlaps=True)
-    engine.start(asyncio.get_running_loop())
-    try:
-        yield engine
-    finally:
-        engine.stop()
-        await asyncio.to_thread(engine.join)
-
-
-def request(name: str, *, tokens: int, prompt: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Request:
-    return Request(id=name, prompt=prompt, sampling=Sampling(tokens), arrival_seconds=time.perf_counter())
-
-
-async def read_all(mailbox: Mailbox) -> list[Delta]:
-    deltas: list[Delta] = []
-    while not deltas or deltas[-1].finish is None:
-        deltas += await asyncio.wait_for(mailbox.take(), 5)
-    return deltas
-
-
 async def test_the_next_step_is_launched_while_one_runs() -> None:
     """Two steps are in flight at once and never three; tokens come in order, and no step runs behind the last."""
     device = Device(lambda number: time.sleep(0.003))
-    async with running(device) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        tokens = [token for delta in await read_all(box) for token in delta.tokens]
+    async with running(device, overlaps=True) as engine:
+        tokens = [token for delta in await answer(engine, "a", tokens=20) for token in delta.tokens]
         assert tokens == list(range(20))
         assert (device.deepest, len(device.launched)) == (2, 20)
         assert sum(chunk.awaits_token for batch in device.launched for chunk in batch.chunks) > 10
@@ -109,7 +75,7 @@ async def test_the_next_step_is_launched_while_one_runs() -> None:
 async def test_commands_come_between_two_steps() -> None:
     """A newcomer, an abort and a call are served though the one before them would run for long."""
     device = Device(lambda number: time.sleep(0.002))
-    async with running(device) as engine:
+    async with running(device, overlaps=True) as engine:
         long, short = Mailbox(1), Mailbox(1)
         engine.submit(request("long", tokens=150), mailbox=long, index=0)
         await long.take()
@@ -131,15 +97,11 @@ async def test_a_failed_step_takes_along_what_was_launched_behind_it() -> None:
             raise RuntimeError("out of memory")
 
     device = Device(step)
-    async with running(device) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        deltas = await read_all(box)
+    async with running(device, overlaps=True) as engine:
+        deltas = await answer(engine, "a", tokens=20)
         assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2, 3]
         assert deltas[-1].finish is FinishReason.ERROR
-        box = Mailbox(1)
-        engine.submit(request("b", tokens=3), mailbox=box, index=0)
-        assert (await read_all(box))[-1].finish is FinishReason.LENGTH
+        assert (await answer(engine, "b", tokens=3))[-1].finish is FinishReason.LENGTH
         assert await engine.reset_cache() is True
 
 
@@ -152,25 +114,19 @@ async def test_an_error_is_told_only_when_nothing_runs_any_more() -> None:
             raise RuntimeError("out of memory")
 
     device = Device(step)
-    async with running(device) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        assert (await read_all(box))[-1].finish is FinishReason.ERROR
+    async with running(device, overlaps=True) as engine:
+        assert (await answer(engine, "a", tokens=20))[-1].finish is FinishReason.ERROR
         assert (len(device.launched), device.in_flight) == (5, 0)
 
 
 async def test_an_error_at_launch_is_that_step_s() -> None:
     """What ran before it is told, then its requests end with an error, and the rank goes on."""
     device = Device(lambda number: time.sleep(0.003), refuses=4)
-    async with running(device) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        deltas = await read_all(box)
+    async with running(device, overlaps=True) as engine:
+        deltas = await answer(engine, "a", tokens=20)
         assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2, 3]
         assert deltas[-1].finish is FinishReason.ERROR
-        box = Mailbox(1)
-        engine.submit(request("b", tokens=3), mailbox=box, index=0)
-        assert (await read_all(box))[-1].finish is FinishReason.LENGTH
+        assert (await answer(engine, "b", tokens=3))[-1].finish is FinishReason.LENGTH
 
 
 async def test_corruption_behind_a_failed_step_stops_the_rank_as_well() -> None:
@@ -183,10 +139,8 @@ async def test_corruption_behind_a_failed_step_stops_the_rank_as_well() -> None:
         if number == 4:
             raise ShadowError("request 'a' reads a wrong token")
 
-    async with running(Device(step)) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        assert (await read_all(box))[-1].finish is FinishReason.ERROR
+    async with running(Device(step), overlaps=True) as engine:
+        assert (await answer(engine, "a", tokens=20))[-1].finish is FinishReason.ERROR
         assert engine.failure == "ShadowError: request 'a' reads a wrong token"
 
 
@@ -198,10 +152,8 @@ async def test_corruption_stops_the_rank_at_once() -> None:
         if number == 3:
             raise ShadowError("request 'a' reads a wrong token")
 
-    async with running(Device(step)) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=20), mailbox=box, index=0)
-        deltas = await read_all(box)
+    async with running(Device(step), overlaps=True) as engine:
+        deltas = await answer(engine, "a", tokens=20)
         assert [token for delta in deltas for token in delta.tokens] == [0, 1, 2]
         assert engine.failure == "ShadowError: request 'a' reads a wrong token"
 
@@ -209,7 +161,7 @@ async def test_corruption_stops_the_rank_at_once() -> None:
 async def test_a_stop_waits_for_what_is_launched() -> None:
     """What runs ends as aborted once both launched steps have landed."""
     device = Device(lambda number: time.sleep(0.005))
-    async with running(device) as engine:
+    async with running(device, overlaps=True) as engine:
         box = Mailbox(1)
         engine.submit(request("a", tokens=150), mailbox=box, index=0)
         await box.take()

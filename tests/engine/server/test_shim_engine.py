@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
+from engine_rig import answer, read_all, request, running
 
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.engine import Engine, EngineStopped
@@ -22,18 +22,11 @@ from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.server import ServedModel, create_app
 from engine_shim.types import (
     Batch,
-    CacheGroup,
-    CacheLayout,
     FinishReason,
-    GroupKind,
-    Request,
     Sampled,
-    Sampling,
     TokenLogprob,
 )
 from router.wire.kv_events import Event
-
-LAYOUT = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (33,))
 
 
 class StepRunner:
@@ -52,34 +45,6 @@ class DamagedScheduler(Scheduler):
 
     def check_integrity(self) -> None:
         raise IntegrityError("page 3 is held twice")
-
-
-@asynccontextmanager
-async def running(
-    runner: StepRunner,
-    *,
-    kind: type[Scheduler] = Scheduler,
-    publisher: EventPublisher | None = None,
-) -> AsyncIterator[Engine]:
-    scheduler = kind(LAYOUT, max_context_tokens=128)
-    engine = Engine(0, scheduler, runner=runner, layout=LAYOUT, publisher=publisher, clock=time.perf_counter)
-    engine.start(asyncio.get_running_loop())
-    try:
-        yield engine
-    finally:
-        engine.stop()
-        await asyncio.to_thread(engine.join)
-
-
-def request(name: str, *, tokens: int = 3, prompt: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Request:
-    return Request(id=name, prompt=prompt, sampling=Sampling(tokens), arrival_seconds=time.perf_counter())
-
-
-async def read_all(mailbox: Mailbox) -> list[Delta]:
-    deltas: list[Delta] = []
-    while not deltas or deltas[-1].finish is None:
-        deltas += await asyncio.wait_for(mailbox.take(), 5)
-    return deltas
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -109,9 +74,7 @@ async def test_a_failed_step_costs_its_requests_only() -> None:
 async def test_the_parts_of_a_requests_time_add_up() -> None:
     """Inference is prefill and decode; with the queue before them they are no longer than the whole."""
     async with running(StepRunner(lambda: time.sleep(0.01))) as engine:
-        box = Mailbox(1)
-        engine.submit(request("a", tokens=4), mailbox=box, index=0)
-        await read_all(box)
+        await answer(engine, "a", tokens=4)
         seen = engine.latencies
     assert seen.prefill.sum >= 0.01
     assert seen.decode.sum >= 3 * 0.01
@@ -287,7 +250,7 @@ async def test_a_request_that_never_fits_is_told() -> None:
     """The scheduler's refusal reaches the client, though no step runs."""
     async with running(StepRunner()) as engine:
         box = Mailbox(1)
-        engine.submit(request("big", prompt=tuple(range(1, 200))), mailbox=box, index=0)
+        engine.submit(request("big", prompt=tuple(range(1, 300))), mailbox=box, index=0)
         assert await read_all(box) == [Delta(0, (), FinishReason.ERROR)]
         assert engine.accepts
 

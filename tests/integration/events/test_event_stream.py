@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from router.core.index import PrefixIndex
 from router.core.types import Engine, RankId
 from router.errors import WorkerError
 from router.fleet.event_stream import EventStream, StreamTimes
@@ -127,6 +128,16 @@ async def publisher(context: zmq.asyncio.Context) -> AsyncIterator[KvPublisher]:
     await publisher.stop()
 
 
+async def _joined(consumer: Consumer, publisher: KvPublisher) -> PrefixIndex:
+    """The consumer's index, which follows the publisher and knows its block 0."""
+    consumer.follow(await publisher.start())
+    await publisher.subscribed()
+    await publisher.publish(stored(0))
+    await consumer.joined()
+    await consumer.until({0})
+    return consumer.fleet.indexes("m")[0]
+
+
 async def test_a_lost_range_is_replayed(consumer: Consumer, publisher: KvPublisher) -> None:
     """Messages 2 to 5, with a removal among them, never arrive live; the next one brings them all."""
     consumer.follow(await publisher.start())
@@ -193,11 +204,7 @@ async def test_a_new_process_on_the_same_ports_replaces_the_picture(
 
 async def test_a_replay_without_answer_gives_up_and_goes_on(consumer: Consumer, publisher: KvPublisher) -> None:
     """The replay socket is silent: nothing from before the gap is believed any more."""
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
+    await _joined(consumer, publisher)
     publisher.answers_replays = False
     await publisher.publish(stored(1), lost=True)
     await publisher.publish(stored(2))
@@ -213,11 +220,7 @@ async def test_a_gap_longer_than_the_buffer_keeps_only_what_is_sure(
 ) -> None:
     """The buffer holds three messages, five were lost: the picture is what those three and the rest say."""
     publisher = KvPublisher(context, kept=3)
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
+    await _joined(consumer, publisher)
     for number in range(1, 6):
         await publisher.publish(stored(number), lost=True)
     await publisher.publish(stored(6))
@@ -230,11 +233,7 @@ async def test_damage_is_counted_logged_once_and_followed_by_a_new_beginning(
     consumer: Consumer, publisher: KvPublisher
 ) -> None:
     """Three messages nobody can read, in replays neither: counted, one line, no old belief, and the stream goes on."""
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
+    await _joined(consumer, publisher)
     for _ in range(3):
         await publisher.publish(damaged=True)
     await publisher.publish(stored(1))
@@ -246,11 +245,7 @@ async def test_damage_is_counted_logged_once_and_followed_by_a_new_beginning(
 
 async def test_what_is_damaged_on_the_way_is_had_again(consumer: Consumer, publisher: KvPublisher) -> None:
     """The publisher has the message whole: nothing is forgotten."""
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
+    await _joined(consumer, publisher)
     await publisher.publish(stored(1), damaged_on_the_way=True)
     await consumer.until({0, 1})
     assert consumer.count("kv_event_decode_errors") == 1
@@ -350,12 +345,7 @@ async def test_a_fault_of_the_index_is_mended_by_a_replay(
     consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a live event does to the index: the damage is counted, and all is asked for again, as after damage."""
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
-    index = consumer.fleet.indexes("m")[0]
+    index = await _joined(consumer, publisher)
     apply = index.apply
 
     def trip(slot: int, event: Event) -> None:
@@ -378,12 +368,7 @@ async def test_an_event_that_always_fails_is_asked_for_once(
     consumer: Consumer, publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails in the replay, too: what is stored behind it counts, and no other replay is asked for."""
-    consumer.follow(await publisher.start())
-    await publisher.subscribed()
-    await publisher.publish(stored(0))
-    await consumer.joined()
-    await consumer.until({0})
-    index = consumer.fleet.indexes("m")[0]
+    index = await _joined(consumer, publisher)
     apply = index.apply
 
     def trip(slot: int, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Clients that leave, hang, send too much, too slowly, or all at once; and the end of the router's own day."""
+"""Clients that leave, hang, send too much, too slowly, or all at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ import time
 import pytest
 
 from router.settings import ServerSettings, UpstreamSettings
-from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
-from tests.fakes.proxy_rig import CHAT, rig, target, until
-
-ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-STREAM = {**ASK, "stream": True}
-DELTA = event({"choices": [{"delta": {"content": "a"}}]})
-
-
-def raw(body: object = ASK, *, path: str = CHAT, extra: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: a\r\n{extra}content-length: {len(data)}\r\n\r\n".encode() + data
+from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Move, Script, answer, chunk, stream_head
+from tests.fakes.proxy_rig import ASK, CHAT, DELTA, STREAM, raw, rig, target, until
 
 
 @pytest.mark.parametrize("spoken", [(), (stream_head(),), (stream_head(), chunk(DELTA))], ids=["mute", "head", "event"])
@@ -112,124 +103,6 @@ async def test_slow_client_gets_every_byte() -> None:
         assert bytes(received) == body
 
 
-async def test_pipelined_requests_are_answered_in_order() -> None:
-    """Twenty requests sent at once come back in their order, though the first takes longest."""
-    scripts: list[Script] = [(0.05, answer(200, b"0"))]
-    scripts += [(answer(200, b"%d" % number),) for number in range(1, 20)]
-    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(raw() * 20)
-        bodies = []
-        for _ in range(20):
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            bodies.append(await reader.readexactly(length))
-        writer.close()
-        assert bodies == [b"%d" % number for number in range(20)]
-        assert worker.connections == 1
-
-
-async def test_pipelined_bodies_are_not_piled_up() -> None:
-    """Behind the request being served a megabyte is read ahead, whatever a client has to say; all is answered."""
-    body = {**ASK, "padding": "x" * 4_000_000}
-    async with FaultWorker([(0.4, *OK)]) as worker, rig(target(worker.port)) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(raw() + 4 * raw(body) + raw())
-        await until(lambda: len(worker.requests) == 1)
-        await asyncio.sleep(0.2)
-        (client,) = it.plane.clients
-        assert client.queued_bytes < 2_000_000
-        said = b""
-        async with asyncio.timeout(10):
-            while said.count(b"HTTP/1.1 200 ") < 6 or not said.endswith(OK_BODY):
-                said += await reader.read(65536)
-        assert [len(request.body) > 4_000_000 for request in worker.requests] == [False, True, True, True, True, False]
-        writer.close()
-
-
-async def test_pipelined_requests_are_not_piled_up() -> None:
-    """However small: beyond a few the client is not read until one has been answered."""
-    async with FaultWorker([(Move.STALL,)]) as worker, rig(target(worker.port)) as it:
-        _, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(20 * raw())
-        await until(lambda: len(worker.requests) == 1)
-        flood = 40_000_000
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n" * (flood // 35))
-        await asyncio.sleep(0.4)
-        unsent = writer.transport.get_write_buffer_size()
-        await asyncio.sleep(0.4)
-        assert writer.transport.get_write_buffer_size() == unsent > 0
-        writer.transport.abort()
-        # Its goodbye waits behind what the kernel cannot take: it is heard no earlier than with its next answer.
-        for client in it.plane.clients:
-            client.abort()
-
-
-@pytest.mark.parametrize("is_rude", [False, True], ids=["closed", "reset"])
-async def test_a_client_that_leaves_behind_a_full_pipeline_is_missed_at_once(*, is_rude: bool) -> None:
-    """As much waits as may, so nothing is read of it; its stream's worker is told within 0.2 s all the same."""
-    async with FaultWorker([(stream_head(), chunk(DELTA), Move.STALL)]) as worker, rig(target(worker.port)) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(raw(STREAM) + 9 * raw())
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.1)
-        if is_rude:
-            writer.transport.abort()
-        else:
-            writer.close()
-        started = time.monotonic()
-        async with asyncio.timeout(2):
-            await worker.until(open_connections=0)
-        assert time.monotonic() - started < 1.0  # 0.1 s on an idle machine
-        await it.until_quiet()
-        assert it.brain.outcomes == ["client_gone"]
-
-
-async def test_a_client_that_pipelines_and_never_reads_is_given_up() -> None:
-    """Its answers fill what the kernel takes; after the time for a body it is closed."""
-    server = ServerSettings(port=0, body_timeout_seconds=0.3)
-    async with rig(server=server) as it:
-        _, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        for _ in range(400):
-            writer.write(200 * b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
-            await asyncio.sleep(0.002)
-            if not it.plane.clients:
-                break
-        await until(lambda: it.count("homing_connections") == 0, seconds=5)
-        writer.close()
-
-
-async def test_no_more_at_once_than_may() -> None:
-    """Of a flood in one piece so many are answered, then the client is told and closed."""
-    async with rig() as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(1000 * b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
-        async with asyncio.timeout(5):
-            said = await reader.read()
-        assert 256 <= said.count(b"HTTP/1.1 200 ") < 1000
-        assert said.count(b"HTTP/1.1 429 ") == 1
-        assert b'"too_many_pipelined"' in said
-        writer.close()
-
-
-async def test_who_waits_to_be_asked_for_a_body_is_not_late() -> None:
-    """Behind an answer that takes its time the body is not asked for; its own time begins when it is."""
-    server = ServerSettings(port=0, body_timeout_seconds=0.2)
-    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), server=server) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        second = raw(extra="expect: 100-continue\r\n")
-        head, _, body = second.partition(b"\r\n\r\n")
-        writer.write(raw() + head + b"\r\n\r\n")
-        async with asyncio.timeout(5):
-            said = await reader.readuntil(b"100 Continue\r\n\r\n")
-            writer.write(body)
-            while said.count(b"HTTP/1.1 200 ") < 2:
-                said += await reader.read(65536)
-        assert said.index(b"HTTP/1.1 200 ") < said.index(b"100 Continue")  # never inside another's answer
-        writer.close()
-
-
 async def test_a_refused_client_that_goes_on_sending_hears_why() -> None:
     """Closing under what it still sends would reset the connection, and the answer with it."""
     server = ServerSettings(port=0, max_body_bytes=1024)
@@ -243,38 +116,6 @@ async def test_a_refused_client_that_goes_on_sending_hears_why() -> None:
             said = await reader.read()
         assert said.startswith(b"HTTP/1.1 413 ")
         assert said.endswith(b"}")
-        writer.close()
-
-
-async def test_a_client_that_pipelines_slowly_is_not_late() -> None:
-    """Each request has its own time, though another's end comes with its beginning, and reading had stopped."""
-    server = ServerSettings(port=0, header_timeout_seconds=0.3, body_timeout_seconds=0.3)
-    whole = raw({**ASK, "padding": "x" * 4_000_000})
-    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), server=server) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        for piece in (whole[:-9], whole[-9:] + whole[:-9], whole[-9:] + whole[:20], whole[20:-9], whole[-9:]):
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0.2)
-        said = b""
-        async with asyncio.timeout(10):
-            while said.count(b"HTTP/1.1 200 ") < 3 or not said.endswith(OK_BODY):
-                said += await reader.read(65536)
-        assert b"408" not in said
-        writer.close()
-
-
-async def test_many_offers_to_upgrade_are_declined() -> None:
-    """However many a client sends at once."""
-    async with FaultWorker() as worker, rig(target(worker.port)) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        offers, count = b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 200, 0
-        async with asyncio.timeout(10):
-            while count < 2000:
-                writer.write(offers)
-                said, count = b"", count + 200
-                while said.count(b"HTTP/1.1 200 ") < 200:
-                    said += await reader.read(65536)
         writer.close()
 
 
@@ -304,19 +145,6 @@ async def test_refusals_have_an_id(sent: bytes) -> None:
         assert said.startswith(b"HTTP/1.1 408 ")
         assert b"\r\nx-request-id: " + (b"mine\r\n" if sent else b"req-") in said
         writer.close()
-
-
-async def test_good_requests_before_a_bad_one_are_answered() -> None:
-    """A malformed request ends the connection, after the answers that were due."""
-    async with FaultWorker() as worker, rig(target(worker.port)) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        writer.write(raw() + b"POST / HTTP/1.1\r\nhost : a\r\n\r\n" + raw())
-        text = await reader.read()
-        writer.close()
-        assert text.count(b"HTTP/1.1 ") == 2
-        assert text.index(b"HTTP/1.1 200") < text.index(b"HTTP/1.1 400")
-        assert OK_BODY in text
-        assert len(worker.requests) == 1
 
 
 async def test_expect_continue() -> None:
@@ -455,70 +283,6 @@ async def test_invalid_bodies_are_answered_without_a_decision() -> None:
         answer_ = await it.ask({"messages": [{}]})
         assert (answer_.status, answer_.error["param"]) == (400, "model")
         assert it.count("homing_errors_total", code="invalid_json") == 1
-
-
-async def test_drain_lets_streams_end() -> None:
-    """Draining refuses new connections and lets what is being served end; then nothing is open."""
-    script = (stream_head(), chunk(DELTA), 0.2, chunk(b"data: [DONE]\n\n"), chunk(b""))
-    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
-        client, idle = await it.connect(), await it.connect()
-        await client.send(STREAM)
-        await client.head()
-        draining = asyncio.create_task(it.plane.drain(5))
-        assert await idle.reader.read() == b""
-        with pytest.raises(OSError, match=r"."):
-            await it.connect()
-        pieces = [await client.piece(), await client.piece(), await client.piece()]
-        assert pieces == [DELTA, b"data: [DONE]\n\n", None]
-        await draining
-        assert it.plane.open_connections == (0, 0)
-        await client.close()
-        await idle.close()
-
-
-async def test_drain_serves_what_is_being_sent() -> None:
-    """A request whose body is on its way when the router goes is served; one that never ends is told why not."""
-    whole = raw()
-    async with FaultWorker() as worker, rig(target(worker.port)) as it:
-        clients = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
-        for _, writer in clients:
-            writer.write(whole[:-5])
-        await until(lambda: it.count("homing_connections") == 2)
-        await asyncio.sleep(0.05)
-        draining = asyncio.create_task(it.plane.drain(0.5))
-        await asyncio.sleep(0.1)
-        clients[0][1].write(whole[-5:])
-        async with asyncio.timeout(5):
-            assert (await clients[0][0].read()).startswith(b"HTTP/1.1 200 ")
-            said = await clients[1][0].read()
-        assert said.startswith(b"HTTP/1.1 503 ")
-        assert b'"shutting_down"' in said
-        await draining
-        for _, writer in clients:
-            writer.close()
-
-
-async def test_drain_ends_what_takes_too_long() -> None:
-    """When the time is over a stream ends with an error event, and a request without an answer gets 503."""
-    scripts: list[Script] = [(stream_head(), chunk(DELTA), Move.STALL), (Move.STALL,)]
-    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
-        stream, whole = await it.connect(), await it.connect()
-        await stream.send(STREAM)
-        await stream.head()
-        await whole.send(ASK)
-        await until(lambda: len(worker.requests) == 2)
-        await it.plane.drain(0.1)
-        assert await stream.piece() == DELTA
-        last = await stream.piece()
-        assert last is not None
-        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
-        assert await stream.piece() is None
-        answer_ = await whole.answer()
-        assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
-        assert it.plane.open_connections == (0, 0)
-        assert it.count("homing_requests_total", path=CHAT, status="499") == 0
-        await stream.close()
-        await whole.close()
 
 
 async def test_many_clients_at_once_with_faults_leave_nothing_behind() -> None:

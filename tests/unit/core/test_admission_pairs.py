@@ -15,20 +15,17 @@ import pytest
 from router.core.admission import Admission, AdmissionParameters, Admit, Barrier, Hold, Passage, Released, Visit
 from router.core.admission_guard import Guard
 from router.core.load import LoadBook
-from router.core.pace import prior
 from router.core.types import (
     FleetView,
     Handover,
     Part,
-    RankId,
     RankStatus,
-    RankView,
     RouteRequest,
     SessionKey,
-    Trust,
     WorkerRole,
 )
 from tests.fakes.admission_desk import Ledger
+from tests.fakes.rank_views import rank_view
 
 P, D, U = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.UNIFIED
 POOL = 1000
@@ -39,14 +36,10 @@ def fleet(
 ) -> FleetView:
     book = LoadBook()
     ranks = tuple(
-        RankView(
-            slot=slot,
-            id=RankId("w", slot),
-            models=frozenset({"m"}),
+        rank_view(
+            slot,
             status=RankStatus.DOWN if slot == down else RankStatus.READY,
             load=book.load(slot),
-            pace=prior(10_000.0),
-            trust=Trust(),
             pool_tokens=pools[slot] if pools else POOL,
             part=Part(role, Handover.PARAMS, sufficient, keeps or role is P),
         )

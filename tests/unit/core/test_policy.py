@@ -25,6 +25,7 @@ from router.core.types import (
     SessionKey,
     Trust,
 )
+from tests.fakes.rank_views import rank_view
 
 #: 1 ms a token, no attention term: prices can be read off.
 PACE = RankPace(token_seconds=0.001, attention_seconds=0.0)
@@ -38,14 +39,11 @@ class Fleet:
         self.ranks = [self.rank(slot) for slot in range(ranks)]
 
     def rank(self, slot: int, *, status: RankStatus = RankStatus.READY, pace: RankPace = PACE) -> RankView:
-        return RankView(
-            slot=slot,
-            id=RankId("w", slot),
-            models=frozenset({"m"}),
+        return rank_view(
+            slot,
             status=status,
             load=self.book.load(slot),
             pace=pace,
-            trust=Trust(),
             residency=Residency(),
         )
 

@@ -19,11 +19,9 @@ from router.core.types import (
     RankLoad,
     RankPace,
     RankStatus,
-    RankView,
     Reason,
     RouteRequest,
     SessionKey,
-    Trust,
 )
 from router.errors import ConfigError
 from router.fleet.fleet import Fleet
@@ -36,6 +34,7 @@ from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.wire.openai import Endpoint, parse_request
 from router.wire.redis import session_digest
+from tests.fakes.rank_views import rank_view
 
 # --- new sessions ------------------------------------------------------------------------------------------
 
@@ -45,18 +44,14 @@ def view(*, seed: int, busy: int | None = None) -> FleetView:
     noise = random.Random(seed)
     return FleetView(
         tuple(
-            RankView(
-                slot=slot,
-                id=RankId("w", slot),
-                models=frozenset({"m"}),
-                status=RankStatus.READY,
+            rank_view(
+                slot,
                 load=RankLoad(
                     waiting=int(slot == busy),
                     waiting_seconds=60.0 * (slot == busy),
                     recent_seconds=noise.uniform(0.0, 2.0),
                 ),
                 pace=RankPace(token_seconds=noise.uniform(5.0e-5, 5.5e-5), attention_seconds=0.0),
-                trust=Trust(),
             )
             for slot in range(4)
         )

@@ -1,0 +1,75 @@
+"""The end of the router's own day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.fakes.fault_worker import FaultWorker, Move, Script, chunk, stream_head
+from tests.fakes.proxy_rig import ASK, CHAT, DELTA, STREAM, raw, rig, target, until
+
+
+async def test_drain_lets_streams_end() -> None:
+    """Draining refuses new connections and lets what is being served end; then nothing is open."""
+    script = (stream_head(), chunk(DELTA), 0.2, chunk(b"data: [DONE]\n\n"), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client, idle = await it.connect(), await it.connect()
+        await client.send(STREAM)
+        await client.head()
+        draining = asyncio.create_task(it.plane.drain(5))
+        assert await idle.reader.read() == b""
+        with pytest.raises(OSError, match=r"."):
+            await it.connect()
+        pieces = [await client.piece(), await client.piece(), await client.piece()]
+        assert pieces == [DELTA, b"data: [DONE]\n\n", None]
+        await draining
+        assert it.plane.open_connections == (0, 0)
+        await client.close()
+        await idle.close()
+
+
+async def test_drain_serves_what_is_being_sent() -> None:
+    """A request whose body is on its way when the router goes is served; one that never ends is told why not."""
+    whole = raw()
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        clients = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
+        for _, writer in clients:
+            writer.write(whole[:-5])
+        await until(lambda: it.count("homing_connections") == 2)
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(it.plane.drain(0.5))
+        await asyncio.sleep(0.1)
+        clients[0][1].write(whole[-5:])
+        async with asyncio.timeout(5):
+            assert (await clients[0][0].read()).startswith(b"HTTP/1.1 200 ")
+            said = await clients[1][0].read()
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b'"shutting_down"' in said
+        await draining
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_drain_ends_what_takes_too_long() -> None:
+    """When the time is over a stream ends with an error event, and a request without an answer gets 503."""
+    scripts: list[Script] = [(stream_head(), chunk(DELTA), Move.STALL), (Move.STALL,)]
+    async with FaultWorker(scripts) as worker, rig(target(worker.port)) as it:
+        stream, whole = await it.connect(), await it.connect()
+        await stream.send(STREAM)
+        await stream.head()
+        await whole.send(ASK)
+        await until(lambda: len(worker.requests) == 2)
+        await it.plane.drain(0.1)
+        assert await stream.piece() == DELTA
+        last = await stream.piece()
+        assert last is not None
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        assert await stream.piece() is None
+        answer_ = await whole.answer()
+        assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
+        assert it.plane.open_connections == (0, 0)
+        assert it.count("homing_requests_total", path=CHAT, status="499") == 0
+        await stream.close()
+        await whole.close()
