@@ -94,7 +94,8 @@ ROWS: dict[str, list[Json]] = {
             "Errors",
             ("sum by (code) (rate(homing_errors_total[$__rate_interval]))", "router: {{code}}"),
             (
-                'sum by (worker, outcome) (rate(homing_attempts_total{outcome!~"ok|client_gone"}[$__rate_interval]))',
+                'sum by (worker, outcome) (rate(homing_attempts_total{outcome!~"ok|client_gone|shutdown"}'
+                "[$__rate_interval]))",
                 "attempt on {{worker}}: {{outcome}}",
             ),
             ("sum(rate(homing_client_disconnects_total[$__rate_interval]))", "client left"),

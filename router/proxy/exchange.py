@@ -104,9 +104,11 @@ class Exchange:
 
     def cancel(self) -> None:
         """The client has gone, or the router goes."""
+        outcome = Outcome.SHUTDOWN
         if self.client.gone:
             self.status = _CLIENT_CLOSED_REQUEST
-        self._give_up(NoWorker("The router is shutting down.", code="shutting_down"), Outcome.CLIENT_GONE)
+            outcome = Outcome.CLIENT_GONE
+        self._give_up(NoWorker("The router is shutting down.", code="shutting_down"), outcome)
 
     def expire_after(self, seconds: float, error: RequestError) -> None:
         """Give up with ``error`` when the client will wait no longer."""

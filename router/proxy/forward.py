@@ -63,7 +63,6 @@ class Forwarding:
         "_excluded",
         "_failures",
         "_forwarder",
-        "_is_kept",
         "_is_open_ended",
         "_last",
         "_number",
@@ -85,7 +84,6 @@ class Forwarding:
         self._attempt: Attempt | None = None
         self._connecting: asyncio.Task[UpstreamConnection | Failure] | None = None
         self._connection: UpstreamConnection | None = None
-        self._is_kept = False
         self._relay: Relay | None = None
         self._is_open_ended = False
         self._refusal: Refusal | None = None
@@ -138,7 +136,6 @@ class Forwarding:
         connection = self._forwarder.pool.take(attempt.target)
         if connection is None:
             return self._connect()
-        self._is_kept = True
         return self._send(connection)
 
     def _may_retry(self) -> bool:
@@ -166,7 +163,6 @@ class Forwarding:
             if isinstance(connection, Failure):
                 self._fail(connection)
             else:
-                self._is_kept = False
                 self._send(connection)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
@@ -251,8 +247,7 @@ class Forwarding:
         return silent_seconds < self._forwarder.settings.first_byte_seconds if answers is None else answers
 
     def _unanswered(self, failure: Failure) -> None:
-        if self._is_kept and failure.outcome is Outcome.RESET and not failure.answered:
-            # A kept connection that turns out closed says nothing of the worker: once more, on a new one.
+        if failure.is_stale:  # once more, on a new connection
             self._connection = None
             return self._connect()
         return self._fail(failure)
@@ -266,7 +261,7 @@ class Forwarding:
         if not self._refusal.add(data):
             self._connection.close()
             cause = "the worker's error was too long to be kept"
-            self.on_end(Failure(outcome_of(self._refusal.head.status), cause, answered=True))
+            self.on_end(Failure(outcome_of(self._refusal.head.status), cause))
 
     def _refused(self, refusal: Refusal, failure: Failure | None) -> None:
         self._refusal = None
@@ -306,7 +301,7 @@ class Forwarding:
     def _end(self, relay: Relay, failure: Failure | None) -> None:
         exchange, forwarder = self._exchange, self._forwarder
         if failure is None and relay.is_cut:
-            failure = Failure(Outcome.RESET, "the worker closed the connection", answered=True)
+            failure = Failure(Outcome.RESET, "the worker closed the connection")
         if failure is None:
             relay.end()
             if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:
@@ -386,7 +381,7 @@ class Forwarding:
         if not isinstance(error, RequestError):
             self._forwarder.log.error("request failed", request_id=self._exchange.request_id.decode(), exc_info=error)
         if self._attempt is not None:
-            self._close_attempt(Outcome.CLIENT_GONE)
+            self._close_attempt(Outcome.FAULT)
         self._exchange.fail(error)
 
     def _log_failure(self, outcome: Outcome, cause: str) -> None:

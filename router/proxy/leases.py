@@ -23,13 +23,13 @@ from router.proxy.holding import Holding
 from router.proxy.prepared import PreparedRequest
 from router.proxy.promises import Promise, Promises, counts_at_dispatch
 from router.proxy.splitting import learn_pace
-from router.proxy.types import Outcome
+from router.proxy.types import BROKEN_OFF_HERE, Outcome
 from router.telemetry.metrics import Metrics
 from router.wire.openai import MAX_TOKENS
 from router.wire.usage import Usage
 
 #: Ends after which the rank's cache has the prompt and what there is of the answer.
-_LEAVES_CONTEXT = frozenset({Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE})
+_LEAVES_CONTEXT = BROKEN_OFF_HERE | {Outcome.OK}
 
 
 class Leases:

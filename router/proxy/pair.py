@@ -28,7 +28,7 @@ from router.proxy.answers import Refusal, outcome_of
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder, Forwarding
 from router.proxy.outbound import Outbound, rank_in_body
-from router.proxy.types import Attempt, Outcome, Prepared
+from router.proxy.types import BROKEN_OFF_HERE, Attempt, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection
 from router.wire import handover
 from router.wire.openai import StreamTap
@@ -60,7 +60,6 @@ class PrefillLeg:
         "_connecting",
         "_connection",
         "_forwarder",
-        "_is_kept",
         "_late",
         "_loop",
         "_message",
@@ -90,7 +89,6 @@ class PrefillLeg:
         self._owner: Owner | None = owner
         self._connecting: asyncio.Task[UpstreamConnection | Failure] | None = None
         self._connection: UpstreamConnection | None = None
-        self._is_kept = False
         self._late: asyncio.TimerHandle | None = None
         self._refusal: Refusal | None = None
         self._tap: StreamTap | None = None
@@ -105,7 +103,6 @@ class PrefillLeg:
             self._connecting = self._loop.create_task(self._forwarder.pool.connect(self.attempt.target))
             self._connecting.add_done_callback(self._connected)
         else:
-            self._is_kept = True
             self._send(connection)
 
     def _connected(self, task: asyncio.Task[UpstreamConnection | Failure]) -> None:
@@ -120,7 +117,6 @@ class PrefillLeg:
         if isinstance(connection, Failure):
             self._over(connection)
         else:
-            self._is_kept = False
             self._send(connection)
 
     def _send(self, connection: UpstreamConnection) -> None:
@@ -144,8 +140,7 @@ class PrefillLeg:
 
     def on_end(self, failure: Failure | None) -> None:
         """The answer has ended, or is not to be had."""
-        is_stale = self._is_kept and failure is not None and failure.outcome is Outcome.RESET and not failure.answered
-        if is_stale and self._owner is not None:
+        if failure is not None and failure.is_stale and self._owner is not None:
             self._owner.prefill_went_stale()
         else:
             self._over(failure or self._refusal)
@@ -172,7 +167,7 @@ class PrefillLeg:
         assert self._refusal is not None
         if not self._refusal.add(data):
             outcome = outcome_of(self._refusal.head.status)
-            self._over(Failure(outcome, "the worker's error was too long to be kept", answered=True))
+            self._over(Failure(outcome, "the worker's error was too long to be kept"))
 
     # --- its end --------------------------------------------------------------------------------
 
@@ -281,8 +276,7 @@ class PairForwarding(Forwarding):
         return handover.decode_body(inference, self._params, rank=rank)
 
     def _unanswered(self, failure: Failure) -> None:
-        is_stale = self._is_kept and failure.outcome is Outcome.RESET and not failure.answered
-        if is_stale and self._meeting is not None and self._leg is not None:
+        if failure.is_stale and self._meeting is not None and self._leg is not None:
             self._connection = None
             return self._meet_again()
         return super()._unanswered(failure)
@@ -314,7 +308,7 @@ class PairForwarding(Forwarding):
             if outcome is Outcome.OK:
                 leg.release()
             else:
-                leg.cancel(outcome if outcome in (Outcome.CLIENT_GONE, Outcome.DEADLINE) else Outcome.ABANDONED)
+                leg.cancel(outcome if outcome in BROKEN_OFF_HERE else Outcome.ABANDONED)
 
     # --- called by the prefill leg --------------------------------------------------------------
 

@@ -29,6 +29,8 @@ class Outcome(StrEnum):
     PROTOCOL = "protocol"  # the worker's answer is not HTTP
     CLIENT_GONE = "client_gone"
     DEADLINE = "deadline"  # the client's own time was over
+    SHUTDOWN = "shutdown"  # the router's own time was over
+    FAULT = "fault"  # the router failed on it
     ABANDONED = "abandoned"  # the other rank of the pair failed
 
     __hash__ = str.__hash__  # the enum's own is a call into Python, several times a request
@@ -37,6 +39,10 @@ class Outcome(StrEnum):
     def verdict(self) -> Verdict:
         """What it says of the rank: a full one is not broken, and a client that errs or leaves says nothing of it."""
         return _VERDICTS[self]
+
+
+#: Ends that no worker and no failure brought about: what was computed until then stays in the rank's cache.
+BROKEN_OFF_HERE: Final = frozenset({Outcome.CLIENT_GONE, Outcome.DEADLINE, Outcome.SHUTDOWN})
 
 
 class HoldEnd(StrEnum):
@@ -55,6 +61,8 @@ _VERDICTS: Final = dict.fromkeys(Outcome, Verdict.BAD) | {
     Outcome.NO_SOCKET: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,
     Outcome.DEADLINE: Verdict.NEITHER,
+    Outcome.SHUTDOWN: Verdict.NEITHER,
+    Outcome.FAULT: Verdict.NEITHER,
     Outcome.ABANDONED: Verdict.NEITHER,
 }
 

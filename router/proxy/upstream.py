@@ -21,6 +21,9 @@ from router.wire.known_heads import KnownHeads
 
 #: How often an attempt whose worker is silent is asked whether it waits on.
 _LOOK_SECONDS: Final = 5.0
+#: A worker that closed a resting connection before a request reached it says so within a round trip; one that is
+#: silent for longer has the request.
+_STALE_SECONDS: Final = 1.0
 #: What says nothing of a worker, but of this process.
 _NO_SOCKET: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
@@ -31,8 +34,8 @@ class Failure:
 
     outcome: Outcome
     cause: str
-    #: Something of an answer had come. If nothing had, a connection used before may just have been closed.
-    answered: bool = False
+    #: A connection used before turned out closed: it says nothing of the worker, which has not seen the request.
+    is_stale: bool = False
 
 
 class AnswerHead:
@@ -94,6 +97,7 @@ class UpstreamConnection:
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._paused = False
+        self._is_kept = False
         # The exchange:
         self._answered = False
         self._begun = False
@@ -157,6 +161,7 @@ class UpstreamConnection:
 
     def rest(self) -> None:
         """Wait in the pool, for a shorter time than the worker would."""
+        self._is_kept = True
         self._receiver = None
         if self._paused:
             self.resume()
@@ -257,7 +262,10 @@ class UpstreamConnection:
         receiver = self._receiver
         self.close()
         if receiver is not None:
-            receiver.on_end(Failure(outcome, cause, answered=self._answered))
+            receiver.on_end(Failure(outcome, cause, is_stale=outcome is Outcome.RESET and self._is_stale()))
+
+    def _is_stale(self) -> bool:
+        return self._is_kept and not self._answered and self._loop.time() - self._sent_seconds < _STALE_SECONDS
 
     # --- called by the parser -------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ NEEDLE = Path(__file__).parents[2] / "engine_shim" / "model" / "needle"
 FILES = (NEEDLE / "tokenizer.json").read_bytes(), json.loads((NEEDLE / "tokenizer_config.json").read_bytes())
 BLOCK = 16
 TOKENIZER = PromptTokenizer.from_files(*FILES)
-FAILURES = [o for o in Outcome if o not in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE)]
+#: Ends after which what was computed of the prompt is in the rank's cache.
+ENDS_WITH_CONTEXT = (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE, Outcome.SHUTDOWN)
+FAILURES = [o for o in Outcome if o not in ENDS_WITH_CONTEXT]
 
 
 class World:

@@ -71,5 +71,6 @@ async def test_drain_ends_what_takes_too_long() -> None:
         assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
         assert it.plane.open_connections == (0, 0)
         assert it.count("homing_requests_total", path=CHAT, status="499") == 0
+        assert it.brain.outcomes == ["shutdown", "shutdown"]
         await stream.close()
         await whole.close()

@@ -326,6 +326,15 @@ async def test_kept_connection_that_has_begun_to_answer_is_not_tried_again() -> 
         assert it.brain.outcomes == ["ok", "reset"]
 
 
+async def test_kept_connection_that_was_silent_for_long_is_not_tried_again() -> None:
+    """A worker that breaks off after a while has had the request: that is a failed attempt, and counts."""
+    async with FaultWorker([OK, (1.1, Move.RESET), OK]) as worker, rig(target(worker.port)) as it:
+        assert (await it.ask(ASK)).status == 200
+        assert (await it.ask(ASK)).status == 502
+        assert it.brain.outcomes == ["ok", "reset"]
+        assert worker.connections == 1
+
+
 async def test_kept_connections_rest_shorter_than_the_worker_keeps_them() -> None:
     """An idle connection to a worker is closed by the router when its time is over."""
     settings = UpstreamSettings(keepalive_seconds=0.1)

@@ -13,7 +13,7 @@ from router.proxy.holding import HeldRequest
 from router.proxy.prepared import PreparedRequest
 from router.proxy.types import Attempt, Outcome
 from router.wire.usage import Usage
-from tests.fakes.brain_world import BLOCK, World, prompt_of
+from tests.fakes.brain_world import BLOCK, ENDS_WITH_CONTEXT, World, prompt_of
 
 
 def world_of(ranks: int, **settings: Any) -> World:
@@ -110,7 +110,7 @@ async def test_who_waits_goes_by_what_is_cached_by_then() -> None:
     assert went
 
 
-@pytest.mark.parametrize("end", [o for o in Outcome if o not in (Outcome.OK, Outcome.CLIENT_GONE, Outcome.DEADLINE)])
+@pytest.mark.parametrize("end", [o for o in Outcome if o not in ENDS_WITH_CONTEXT])
 async def test_what_fails_is_charged_no_more(end: Outcome) -> None:
     """Nothing of it is in the rank's cache."""
     world = world_of(1)
