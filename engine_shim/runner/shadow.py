@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,10 @@ class ShadowRunner:
         Of what the step before is still writing nothing is known yet: that is looked at when this one has landed.
         """
         checked = self._before(batch)
-        landing = cast("LaunchingRunner", self._inner).launch(batch)
+        try:
+            landing = cast("LaunchingRunner", self._inner).launch(batch)
+        except Exception as error:  # noqa: BLE001 - told when it lands, as what is launched behind it has failed, too
+            landing = partial(_raise, error)
         return partial(self._land, batch, checked, landing, number=self._steps)
 
     def _land(self, batch: Batch, checked: tuple[Chunk, ...], landing: StepLanding, *, number: int) -> list[Sampled]:
@@ -207,6 +210,8 @@ class ShadowRunner:
 
     def _write(self, chunks: Sequence[Chunk], held: Sequence[tuple[int, ...]]) -> None:
         """Book the chunks' own positions, and behind them the drafts that ``held``."""
+        if not chunks:  # all of them are of requests that were aborted meanwhile
+            return
         tokens: list[int] = []
         chains: list[int] = []
         counts, bases = [], []
@@ -311,6 +316,10 @@ class ShadowRunner:
             raise ShadowError(
                 f"request {chunk.request.id!r} reads a wrong {what} at position {position} of group {group.index}"
             )
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _broken(chains: Integers, tokens: Integers) -> npt.NDArray[np.bool_]:

@@ -192,12 +192,13 @@ def test_who_is_aborted_in_a_step_that_fails_has_been_aborted() -> None:
     assert ended == {"a": FinishReason.ABORT, "b": FinishReason.ERROR}
 
 
-def test_what_ran_behind_a_failed_step_is_no_alarm() -> None:
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_what_ran_behind_a_failed_step_is_no_alarm(*, at_launch: bool) -> None:
     """It has read what the failed step never wrote: the shadow lets it pass, for it counts for nothing."""
     rank = Rank(FULL)
     rank.scheduler.add(Request("a", tuple(range(1, 11)) * 5, Sampling(2, ignore_eos=True)))
     launch = rank.memory.launch
-    rank.memory.launch = lambda batch: lost  # type: ignore[method-assign]
+    rank.memory.launch = lambda batch: lost() if at_launch else lost  # type: ignore[method-assign]
     failing = rank.launch(ahead=False)
     rank.memory.launch = lambda batch: list  # type: ignore[method-assign]
     assert rank.launch(ahead=True) is not None
@@ -213,6 +214,19 @@ def test_what_ran_behind_a_failed_step_is_no_alarm() -> None:
     while rank.scheduler.has_work:
         rank.turn()
     assert [request.id for request in rank.ended] == ["b"]
+
+
+def test_a_step_whose_requests_have_all_been_aborted_is_no_alarm() -> None:
+    """What it was to go on with has been given to nobody, so there is nothing to book."""
+    rank = Rank(FULL)
+    rank.scheduler.add(Request("a", (1, 2, 3), Sampling(9, ignore_eos=True)))
+    rank.launch(ahead=False)
+    assert rank.launch(ahead=True) is not None
+    assert rank.scheduler.abort("a")
+    while rank.flights:
+        rank.land()
+    assert [request.finish for request in rank.ended] == [FinishReason.ABORT]
+    assert not rank.scheduler.has_work
 
 
 def lost() -> list[Sampled]:
