@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import takewhile
-from typing import Any
 from zlib import crc32
 
 import pytest
@@ -16,24 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from kv_memory import KvMemory, fingerprint
 from kv_mover import KvMover, LoadingMemory
-from test_scheduler_machine import Resident, SchedulerMachine, replay
+from test_scheduler_machine import SchedulerMachine
 
-from engine_shim.cache.component import Component
-from engine_shim.cache.copies import Copies, Page
-from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.integrity import IntegrityError
-from engine_shim.cache.pool import PageError
-from engine_shim.cache.radix import RadixCache
+from engine_shim.cache.copies import Page
 from engine_shim.cache.transfers import LoadError, Place, WritePolicy
 from engine_shim.runner.shadow import ShadowRunner
 from engine_shim.runner.shadow_mover import ShadowMover
-from engine_shim.schedule.memory import Memory
-from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.types import FinishReason, GroupKind, SchedulingPolicy, WindowTails
-from router.core.index import PrefixIndex
-from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import EventBatch, decode_batch, encode_batch
 
 
 class OffloadMachine(SchedulerMachine):
@@ -272,169 +257,3 @@ def test_long_random_walks_that_rebuild(seed: int, tails: WindowTails) -> None:
     assert machine.offload.counters.loaded_pages > 0
     if tails is WindowTails.RING:
         assert machine.memory.window_pages_reused > 80
-
-
-# --- bugs in the engine --------------------------------------------------------------------------------
-
-
-def sources_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    """The tree may give up what is being copied out."""
-    patch.setattr(Component, "pin", lambda self, node: None)
-    patch.setattr(Component, "unpin", lambda self, node: None)
-    patch.setattr(RadixCache, "unpin", lambda self, receipt: setattr(self, "pinned", self.pinned - 1))
-
-
-def freed_before_the_load_landed(patch: pytest.MonkeyPatch) -> None:
-    """A request that leaves frees pages that a load will still write."""
-    drop = Memory.drop
-
-    def bad(self: Memory, entry: Any) -> None:
-        if entry.load is not None:
-            entry.load.outstanding.clear()
-        drop(self, entry)
-
-    patch.setattr(Memory, "drop", bad)
-
-
-def stale_load(patch: pytest.MonkeyPatch) -> None:
-    """A host slot may be given to another page while a load reads it."""
-    patch.setattr(Copies, "pin", lambda self, copy: None)
-    patch.setattr(Copies, "unpin", lambda self, copy: None)
-
-
-def no_barrier(patch: pytest.MonkeyPatch) -> None:
-    """A step does not say which loads it depends on."""
-    patch.setattr(KvMover, "finish", lambda self, loads: None)
-
-
-def read_before_ready(patch: pytest.MonkeyPatch) -> None:
-    """A copy counts as soon as its transfer has begun."""
-    reserve = Copies.reserve
-
-    def bad(self: Copies, page: Page, place: Place, group: int) -> Any:
-        copy = reserve(self, page, place, group)
-        if copy is not None:
-            copy.is_ready = True
-        return copy
-
-    patch.setattr(Copies, "reserve", bad)
-
-
-def copied_for_each_twin(patch: pytest.MonkeyPatch) -> None:
-    """What is on its way already is sent again."""
-    grow = Copies.grow
-    patch.setattr(
-        Copies, "grow", lambda self, *arguments: [replace(page, copies={}) for page in grow(self, *arguments)]
-    )
-
-
-def damage_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A load that did not arrive whole is taken for one that did."""
-    land = Offload._land
-    patch.setattr(Offload, "_land", lambda self, transfer, *, whole: land(self, transfer, whole=True))
-
-
-def window_with_a_hole(patch: pytest.MonkeyPatch) -> None:
-    """A boundary is loaded though its window is not all there."""
-    boundary = Offload._boundary
-
-    def bad(self: Offload, chain: list[Page], match: Any, places: Any) -> tuple[int, int]:
-        depth, _ = boundary(self, chain, match, places)
-        return depth, min(depth, len(chain))
-
-    patch.setattr(Offload, "_boundary", bad)
-
-
-def untold_copies(patch: pytest.MonkeyPatch) -> None:
-    """Copies go without an event."""
-    patch.setattr(EventRecorder, "uncopied", lambda self, place, group, page: None)
-
-
-def told_before_landing(patch: pytest.MonkeyPatch) -> None:
-    """What a load brings goes to the tree, and to the routers, when it is sent."""
-    start = Offload.start
-
-    def bad(self: Offload, load: Any, targets: Any) -> None:
-        start(self, load, targets)
-        load.outstanding.clear()
-
-    patch.setattr(Offload, "start", bad)
-
-
-BUGS = [
-    sources_not_pinned,
-    freed_before_the_load_landed,
-    stale_load,
-    no_barrier,
-    read_before_ready,
-    copied_for_each_twin,
-    damage_ignored,
-    window_with_a_hole,
-    untold_copies,
-    told_before_landing,
-]
-
-
-@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of six walks, which all pass on clean code, ends with an alarm."""
-    plant(monkeypatch)
-    with pytest.raises((IntegrityError, AssertionError, KeyError, ValueError, IndexError, PageError)):
-        deque(map(walk, range(6)), maxlen=0)
-
-
-# --- what routers are told -------------------------------------------------------------------------------
-
-
-def usable(hashes: list[int], resident: Resident, machine: OffloadMachine) -> int:
-    """Pages of a prompt that the device can reuse, by trying every boundary on what is said to be resident."""
-    full = len(list(takewhile(resident.get(("GPU", 0), set()).__contains__, hashes)))
-    reach = machine.layout.window_pages()
-    for boundary in range(full, 0, -1):
-        for group in machine.layout.groups[1:]:
-            behind = {GroupKind.WINDOW: reach, GroupKind.STATE: 1}.get(group.kind, 0)
-            needed = hashes[max(0, boundary - behind) : boundary]
-            if not resident.get(("GPU", group.index), set()).issuperset(needed):
-                break
-        else:
-            return boundary
-    return 0
-
-
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_a_router_follows_every_medium(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoded, decoded and applied to the router's index, each step's events say how much of a prompt lies where.
-
-    For full attention, windows and states, through restarts, beside the cache's own account of what is resident.
-    """
-    page = 1 + seed % 4
-    index = PrefixIndex(block_tokens=page)
-    index.add_rank(0, domain="shim")
-    asked = Counter[str]()
-
-    def follow(machine: OffloadMachine) -> None:
-        if machine.restarts > asked["restarts"]:  # a new epoch
-            asked["restarts"] = machine.restarts
-            index.clear(0)
-        for event in decode_batch(encode_batch(EventBatch(0.0, machine.scheduler.take_events()))).events:
-            index.apply(0, event)
-        resident: Resident = {}
-        replay(machine.scheduler.snapshot_events(), resident)
-        device = resident.get(("GPU", 0), set())
-        anywhere = device.union(*(resident.get((medium, 0), set()) for medium in ("CPU", "STORAGE")))
-        for request in list(machine.requests.values())[-8:]:
-            prompt = request.tokens
-            hashes = block_keys(prompt, block_tokens=page, parent=namespace_seed(""))[: (len(prompt) - 1) // page]
-            keys = block_keys(prompt, block_tokens=page, parent=namespace_seed("", ""))
-            loadable = page * len(list(takewhile(anywhere.__contains__, hashes)))
-            if anywhere != device:
-                found = index.loadable_tokens(keys, prompt_tokens=len(prompt))
-                assert found.get(0, 0) == loadable
-            reusable = page * usable(hashes, resident, machine)
-            assert index.reusable_tokens(keys, prompt_tokens=len(prompt)).get(0, 0) == reusable
-            asked.update(all=1, below=loadable > reusable, reused=reusable > 0)
-
-    monkeypatch.setattr(OffloadMachine, "agrees", follow)
-    machine = walk(seed)
-    assert min(asked["below"], asked["reused"]) > 100
-    assert machine.restarts > 0 or machine.sizes[1] is None

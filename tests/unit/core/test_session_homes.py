@@ -1,0 +1,124 @@
+"""Where sessions are at home, how long, and which are forgotten."""
+
+from __future__ import annotations
+
+from router.core.session import SessionTable
+from router.core.types import SessionKey
+
+
+def key(number: int) -> SessionKey:
+    return SessionKey("t", f"s{number}")
+
+
+def serve(table: SessionTable, number: int, *, slot: int, now: float) -> None:
+    """One request that begins and ends at once."""
+    table.finish("m", key(number), table.start("m", key(number), slot=slot, now=now), now=now)
+
+
+def test_a_session_is_at_home_where_it_was_served_last() -> None:
+    """Per model: the same session of another model has another home."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=3, now=0)
+
+    assert table.home("m", key(1), now=1) == 3
+    assert table.home("other", key(1), now=1) is None
+    serve(table, 1, slot=5, now=2)
+    assert table.home("m", key(1), now=3) == 5
+
+
+def test_the_least_recently_used_session_goes_first() -> None:
+    """Use counts from a request's end: a long one keeps its session young."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    long = table.start("m", key(0), slot=0, now=0)
+    serve(table, 1, slot=0, now=1)
+    serve(table, 2, slot=0, now=2)
+    table.finish("m", key(0), long, now=3)
+    serve(table, 3, slot=0, now=4)
+
+    assert [number for number in range(4) if table.home("m", key(number), now=5) is not None] == [0, 2, 3]
+    assert len(table) == 3
+
+
+def test_a_running_session_is_never_pushed_out() -> None:
+    """However many others come, and the table keeps its bound by pushing out idle ones."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    table.start("m", key(0), slot=7, now=0)
+    for number in range(1, 50):
+        serve(table, number, slot=0, now=number)
+
+    assert table.home("m", key(0), now=50) == 7
+    assert len(table) == 3
+
+
+def test_idleness_ends_a_home_but_not_before_its_request() -> None:
+    """Idle seconds count from the end of the last request that runs."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    first = table.start("m", key(1), slot=2, now=0)
+    second = table.start("m", key(1), slot=2, now=1)
+    table.finish("m", key(1), first, now=2)
+    serve(table, 2, slot=0, now=4999)
+    assert table.home("m", key(1), now=5000) == 2
+
+    table.finish("m", key(1), second, now=5000)
+    assert table.home("m", key(1), now=5060) == 2
+    assert table.home("m", key(1), now=5061) is None
+
+
+def test_expired_sessions_make_room_before_the_table_is_full() -> None:
+    """The table forgets the idle when somebody new comes."""
+    table = SessionTable(max_sessions=100, idle_seconds=60)
+    for number in range(5):
+        serve(table, number, slot=0, now=number)
+    serve(table, 9, slot=0, now=62.5)
+
+    assert [entry[0][1].session for entry in table.items()] == ["s3", "s4", "s9"]
+
+
+def test_a_session_is_at_home_where_most_of_the_prompt_is() -> None:
+    """A title asked for elsewhere moves no conversation; of equals the last one counts, and an empty rank least."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=3, now=0)
+    serve(table, 1, slot=5, now=1)
+
+    assert table.home("m", key(1), now=2, held={3: 60_000, 5: 16, 7: 90_000}) == 3
+    assert table.home("m", key(1), now=2, held={3: 16, 5: 208}) == 5
+    assert table.home("m", key(1), now=2, held={3: 16, 5: 16}) == 5
+    table.forget_slot(5)
+    assert table.home("m", key(1), now=2) == 3
+
+
+def test_so_many_homes_are_remembered() -> None:
+    """The one that served longest ago goes; coming back to one does not count it twice."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    for slot in (0, 1, 2, 1, 3, 4, 5, 6, 7, 8):
+        serve(table, 1, slot=slot, now=0)
+
+    assert [slot for slot in range(9) if table.home("m", key(1), now=1, held={slot: 1}) == slot] == list(range(1, 9))
+
+
+def test_a_session_begins_until_it_is_answered() -> None:
+    """With a request on its way and none that has ended, however many there are."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    assert not table.is_beginning("m", key(1))
+    first = table.start("m", key(1), slot=0, now=0)
+    second = table.start("m", key(1), slot=0, now=0)
+    assert table.is_beginning("m", key(1))
+    table.finish("m", key(1), first, now=1)
+    assert not table.is_beginning("m", key(1))
+    table.finish("m", key(1), second, now=2)
+    table.start("m", key(1), slot=0, now=3)
+    assert not table.is_beginning("m", key(1))
+
+
+def test_a_rank_that_leaves_is_nobodys_home() -> None:
+    """The end of a request on it says nothing of the session's next home, whose own request still runs."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    old = table.start("m", key(1), slot=2, now=0)
+    serve(table, 2, slot=3, now=0)
+    table.forget_slot(2)
+    assert table.home("m", key(1), now=1) is None
+    assert table.home("m", key(2), now=1) == 3
+
+    table.start("m", key(1), slot=4, now=1)
+    table.finish("m", key(1), old, now=2)
+    assert table.home("m", key(1), now=5000) == 4
