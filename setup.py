@@ -22,7 +22,7 @@ from setuptools.errors import CCompilerError
 #: which the simulator derives from, and ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
-        "breaker cost draining fair_queue forecast index keys load namespaces pace pd policy provisional "
+        "breaker cost draining fair_queue forecast guard index keys load namespaces pace pd policy provisional "
         "radix_forecast radix_pool rank_state recency retry ring seen session tables usable ways"
     ),
     "router/fleet": "decisions fleet member target",

@@ -28,7 +28,7 @@ class Blocks:
         self.block_tokens = block_tokens
         self.max_blocks = max_blocks
         self.evicted_blocks = 0
-        #: Told a slot of whose pool nothing is foretold until it is cleared, as that raised this.
+        #: Told a slot of whose pool nothing is foretold until it is cleared, as it raised this.
         self.on_failed_forecast: Callable[[int, Exception], None] = lambda _slot, _error: None
         self.provisional = Provisional()
         self.namespaces = Namespaces()
@@ -46,6 +46,7 @@ class Blocks:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, Names())
         self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
+        self._listen(slot)
         self._set_stride(slot, 1)
 
     def remove_rank(self, slot: int) -> None:
@@ -62,8 +63,10 @@ class Blocks:
             table.clear(slot)
         held, rank.blocks = rank.blocks, 0
         if rank.pool is not None:
-            rank.pool.cleared()
-        rank.has_failed = False
+            if rank.pool.guard.has_failed:
+                rank.pool = rank.pool.anew()
+                self._listen(slot)
+            rank.pool.guard.attempt(rank.pool.cleared)
         rank.forget_waits()
         rank.adopted = Adopted()
         sparse = [table.masks for table in self._sparse.values() if table.masks]
@@ -74,6 +77,10 @@ class Blocks:
             for chains in self._chains.values():
                 chains.trim()
             self._note_forgotten(held)
+
+    def _listen(self, slot: int) -> None:
+        if (pool := self._ranks[slot].pool) is not None:
+            pool.guard.on_failure = lambda error: self.on_failed_forecast(slot, error)
 
     def _chains_of(self, stride: int) -> Chains:
         return self._chains.setdefault(stride, Chains(self._runs))
@@ -108,7 +115,8 @@ class Blocks:
                     rank = self._ranks[slot]
                     rank.blocks -= bits.bit_count()
                     if rank.pool is not None:
-                        rank.pool.removed([key for at, key in enumerate(keys) if bits >> at & 1], copies=0)
+                        gone = [key for at, key in enumerate(keys) if bits >> at & 1]
+                        rank.pool.guard.attempt(rank.pool.removed, gone, copies=0)
                 for table in self._sparse.values():
                     for key in keys:
                         table.discard(key)
@@ -139,7 +147,8 @@ class Blocks:
             rank.blocks += len(lacking)
             if rank.pool is not None:
                 start = lacking[0]
-                rank.pool.stored(ends[start - 1] if start else None, ends[start:], new=len(lacking))
+                before = ends[start - 1] if start else None
+                rank.pool.guard.attempt(rank.pool.stored, before, ends[start:], new=len(lacking))
         is_new = bool(lacking) and lacking[-1] == len(ends) - 1
         rank.adopted.take(places[-1], places[:-1], new=[places[at] for at in lacking[: len(lacking) - is_new]])
         return places[-1], is_new
@@ -154,7 +163,7 @@ class Blocks:
     def _gain_sparse(self, rank: RankState, slot: int, key: int, group: int) -> None:
         self._sparse[group].gain(slot, key)
         if isinstance(rank.pool, SharedPool):
-            rank.pool.gained(group, key)
+            rank.pool.guard.attempt(rank.pool.gained, group, key)
 
     def _let_go(self, rank: RankState, slot: int, place: int, *, with_itself: bool = False) -> None:
         """A place is gone, and with it what was taken over with it."""
@@ -167,7 +176,7 @@ class Blocks:
             if rank.adopted.named(place) and rank.chains.has_twin(slot, place):
                 rank.chains.lose(slot, place)
                 if isinstance(rank.pool, SharedPool) and (key := self._runs.key(place)) is not None:
-                    rank.pool.lost_twin(key)
+                    rank.pool.guard.attempt(rank.pool.lost_twin, key)
                 self._lose_taken_sparse(rank, slot, place)
 
     def _lose_taken(self, rank: RankState, slot: int, places: Sequence[int]) -> None:
@@ -177,7 +186,7 @@ class Blocks:
         lost = rank.chains.lose_all(slot, keys)
         rank.blocks -= len(lost)
         if rank.pool is not None:
-            rank.pool.removed([keys[place] for place in lost], copies=0)
+            rank.pool.guard.attempt(rank.pool.removed, [keys[place] for place in lost], copies=0)
 
     def _lose_taken_sparse(self, rank: RankState, slot: int, place: int) -> None:
         if (key := self._runs.key(place)) is not None:
@@ -185,7 +194,7 @@ class Blocks:
                 is_held = self._sparse[group].masks.get(key, 0) & rank.bit
                 self._sparse[group].lose(slot, key)
                 if is_held and isinstance(rank.pool, SharedPool):
-                    rank.pool.lost(group, key)
+                    rank.pool.guard.attempt(rank.pool.lost, group, key)
 
     def _lose_named(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> list[int] | None:
         """The rank gave up blocks, all of them known and each named once (None: they are not). Returns the keys of what
@@ -199,7 +208,7 @@ class Blocks:
         rank.blocks -= len(lost)
         if isinstance(rank.pool, SharedPool):
             for place in keys.keys() - lost:
-                rank.pool.lost_twin(keys[place])
+                rank.pool.guard.attempt(rank.pool.lost_twin, keys[place])
         forgotten = [(name, place) for name, place in zip(names, places, strict=True) if not self._runs.is_held(place)]
         for name, place in forgotten:
             rank.names.forget(name, place, stray=keys[place] if self._is_sparse(keys[place]) else None)

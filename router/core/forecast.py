@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from router.core.guard import Guard
 from router.core.recency import Recency, Stretch
 
 #: With more requests than this unheard of, nothing is foretold: such a rank is not chosen for its cache.
@@ -41,15 +42,19 @@ class Allocation:
 
     def begun(self) -> None:
         """It has its blocks."""
-        self.pool.begun(self)
+        self.pool.guard.attempt(self.pool.begun, self)
+
+    def grows(self, generated: Callable[[], int]) -> None:
+        """Its answer has begun; so many tokens of it there are by now, of which events tell late or not at all."""
+        self.pool.guard.attempt(self.pool.grows, self, generated)
 
     def ended(self, keys: Sequence[int]) -> None:
         """It is over, and leaves these blocks."""
-        self.pool.ended(self, keys)
+        self.pool.guard.attempt(self.pool.ended, self, keys)
 
     def forget(self) -> None:
         """It failed, or its events did not come in time."""
-        self.pool.forget(self)
+        self.pool.guard.attempt(self.pool.forget, self)
 
 
 class Pool:
@@ -57,6 +62,7 @@ class Pool:
 
     def __init__(self, blocks: int | None, *, is_radix: bool = False, all_blocks: int | None = None) -> None:
         """``all_blocks`` are those of all groups of layers, if there turn out to be several."""
+        self.guard = Guard()
         self._blocks = blocks
         self.all_blocks = all_blocks
         self._is_known = blocks is not None
@@ -79,6 +85,10 @@ class Pool:
         """Whether what is there may be gone when the next prompt is scheduled."""
         return bool(self.pending)
 
+    def anew(self) -> Pool:
+        """One like it, of which nothing is known."""
+        return Pool(self._blocks if self._is_known else None, is_radix=self.is_radix, all_blocks=self.all_blocks)
+
     # --- requests -------------------------------------------------------------------------------------
 
     def sent(self, keys: Sequence[int], *, blocks: int) -> Allocation:
@@ -96,6 +106,9 @@ class Pool:
         self._forecast = None
         if allocation.pinned == len(allocation.keys):
             self._settle(allocation)
+
+    def grows(self, allocation: Allocation, generated: Callable[[], int]) -> None:
+        """Its answer has so many tokens by now. Here its blocks count as its events come."""
 
     def ended(self, allocation: Allocation, keys: Sequence[int]) -> None:
         """It is over, and leaves these blocks; they are those used last."""

@@ -125,7 +125,7 @@ class PrefixIndex(Residency):
             slot
             for slot in depths
             if (pool := ranks[slot].pool) is not None
-            and not ranks[slot].has_failed
+            and not pool.guard.has_failed
             and (pool.pending or (type(pool) is not Pool and pool.is_moving))
         ]
         if len(slots) > MOST_MADE:
@@ -133,15 +133,16 @@ class PrefixIndex(Residency):
         foretold: dict[int, int] = {}
         made = 0
         for slot in slots:
-            rank = ranks[slot]
-            before = rank.pool.forecasts_made if isinstance(rank.pool, SharedPool) else 0
-            try:
-                foretold[slot] = self._usable_then(rank, slot, keys, depths[slot], want, is_spared=made >= MOST_MADE)
-            except Exception as error:  # noqa: BLE001 - the boundary: one rank's pool must not end all lookups
-                rank.has_failed = True
-                self.on_failed_forecast(slot, error)
-            if isinstance(rank.pool, SharedPool):
-                made += rank.pool.forecasts_made - before
+            rank, pool = ranks[slot], ranks[slot].pool
+            assert pool is not None, "it was looked at above"
+            before = pool.forecasts_made if isinstance(pool, SharedPool) else 0
+            units = pool.guard.attempt(
+                self._usable_then, rank, slot, keys, depths[slot], want, is_spared=made >= MOST_MADE
+            )
+            if units is not None:
+                foretold[slot] = units
+            if isinstance(pool, SharedPool):
+                made += pool.forecasts_made - before
         return foretold
 
     def _usable_then(

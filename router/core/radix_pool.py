@@ -29,6 +29,10 @@ class RadixPool(Pool):
         self._foretold: RadixForecast | None = None  # it holds as long as ``_forecast``
         self._foretold_room = 0
 
+    def anew(self) -> RadixPool:
+        """One like it, of which nothing is known."""
+        return RadixPool(self._blocks, page_tokens=self._page_tokens)
+
     def sent(self, keys: Sequence[int], *, blocks: int, want: Want | None = None) -> Allocation:
         """A request is on its way to the rank."""
         is_alone = not self._running and not any(each.is_running for each in self.pending)

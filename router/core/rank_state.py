@@ -86,9 +86,9 @@ class RankState:
 
     ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
     whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
-    by units smaller than a block. ``has_failed``: of the pool nothing is foretold until it is cleared, as that raised.
-    ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with it, by each of their blocks.
-    ``reported`` are the blocks that a sparse group told of last as found, not stored.
+    by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
+    it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
+    stored.
     """
 
     bit: int
@@ -96,7 +96,6 @@ class RankState:
     geometry: Geometry
     chains: Chains
     pool: Pool | SharedPool | None = None
-    has_failed: bool = False
     adopted: Adopted = field(default_factory=Adopted)
     has_tails: bool = False
     blocks: int = 0

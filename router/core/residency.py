@@ -91,15 +91,17 @@ class Residency(Blocks):
             if any(rule.stride != rank.stride for rule in rules):
                 rank.pool = None
             elif isinstance(pool, SharedPool):
-                pool.meet(rank.rules)
+                pool.guard.attempt(pool.meet, rank.rules)
             else:
-                rank.pool = SharedPool(
+                rank.pool = pool.guard.attempt(
+                    SharedPool,
                     rank.rules,
                     rank.keeps_all,
                     dense_group=rank.dense_group,
                     block_tokens=rank.stride * self.block_tokens,
                     blocks=pool.all_blocks,
                     cached=pool.cached(),
+                    guard=pool.guard,
                 )
 
     def _rule(self, rank: RankState, event: BlockStored) -> Rule:
@@ -154,7 +156,7 @@ class Residency(Blocks):
             self._name_taken(rank, slot, places)
         rank.names.learn(hashes, places, keeps_others=bool(self.namespaces))
         if rank.pool is not None:
-            rank.pool.stored(before, keys, new=new)
+            rank.pool.guard.attempt(rank.pool.stored, before, keys, new=new)
         self.provisional.confirm(slot, DENSE, keys)
 
     def _told_again(self, rank: RankState, slot: int, event: BlockStored, keys: Sequence[int]) -> int:
@@ -193,7 +195,7 @@ class Residency(Blocks):
         promised, pool = self.provisional.waits(slot), rank.pool
         if not isinstance(pool, RadixPool):
             return promised
-        return lambda key: promised(key) or pool.awaits(key)
+        return lambda key: promised(key) or bool(pool.guard.attempt(pool.awaits, key))
 
     def _store_sparse(self, rank: RankState, slot: int, event: BlockStored) -> None:
         if self._is_report(rank, event):
@@ -257,12 +259,12 @@ class Residency(Blocks):
             if self.namespaces and isinstance(rank.pool, RadixPool) and tier == GPU:
                 for name in reversed(event.hashes):  # of one name that block goes which nothing is behind any more
                     if (key := self._remove_dense(rank, slot, name, tier)) is not None:
-                        rank.pool.removed((key,), copies=copies)
+                        rank.pool.guard.attempt(rank.pool.removed, (key,), copies=copies)
                 return
             if tier != GPU or (gone := self._lose_named(rank, slot, event.hashes)) is None:
                 gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
-                rank.pool.removed(gone, copies=0 if rank.adopted.has_gaps else copies)
+                rank.pool.guard.attempt(rank.pool.removed, gone, copies=0 if rank.adopted.has_gaps else copies)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
         key, table = self._key(rank, name), self._sparse[group]
@@ -273,7 +275,7 @@ class Residency(Blocks):
             return
         table.lose(slot, key)
         if isinstance(rank.pool, SharedPool) and group in rank.rules:
-            rank.pool.lost(group, key)
+            rank.pool.guard.attempt(rank.pool.lost, group, key)
         if name in rank.names.strays and not self._is_sparse(key):
             del rank.names.strays[name]
 
@@ -290,7 +292,9 @@ class Residency(Blocks):
             places = {self._runs.key(each): each for each in rank.names.all_places(name)}
             alike = [each for each in self.namespaces.alike(key) if each in places]
             held = [each for each in alike if self._runs.holds(slot, places[each], tier=tier)]
-            first = rank.pool.first_to_go(held) if isinstance(rank.pool, RadixPool) and len(held) > 1 else None
+            pool, first = rank.pool, None
+            if isinstance(pool, RadixPool) and len(held) > 1:
+                first = pool.guard.attempt(pool.first_to_go, held)
             key = first or next(iter(held), key)
             place = places[key]
         if tier == GPU and rank.orphans and not self._runs.holds(slot, place):  # another rank gave it the name
@@ -302,7 +306,7 @@ class Residency(Blocks):
             if rank.adopted.is_used:
                 self._let_go(rank, slot, place)
         elif tier == GPU and isinstance(rank.pool, SharedPool):
-            rank.pool.lost_twin(key)
+            rank.pool.guard.attempt(rank.pool.lost_twin, key)
         if not self._runs.is_held(place):
             rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
             self._note_forgotten(1)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from router.core.block_queue import Copy
+from router.core.forecast import Allocation
 
 if TYPE_CHECKING:
     from router.core.shared_pool import SharedPool
@@ -45,15 +46,19 @@ class SharedAllocation:
 
     def begun(self) -> None:
         """It has its blocks."""
-        self.pool.begun(self)
+        self.pool.guard.attempt(self.pool.begun, self)
+
+    def grows(self, generated: Callable[[], int]) -> None:
+        """Its answer has begun; so many tokens of it there are by now, of which events tell late or not at all."""
+        self.pool.guard.attempt(self.pool.grows, self, generated)
 
     def ended(self, keys: Sequence[int]) -> None:
         """It is over, and leaves these blocks."""
-        self.pool.ended(self, keys)
+        self.pool.guard.attempt(self.pool.ended, self, keys)
 
     def forget(self) -> None:
         """It failed, or its events did not come in time."""
-        self.pool.forget(self)
+        self.pool.guard.attempt(self.pool.forget, self)
 
     def heard_tokens(self, *, block_tokens: int) -> int:
         """How many tokens it has, as far as has been heard."""
@@ -68,6 +73,10 @@ class SharedAllocation:
         if self.generated is None or self.ended_at is not None:
             return 0
         return (self.prompt_tokens + self.generated() - 1) // block_tokens - self.prompt_blocks
+
+
+#: What a request takes of either pool.
+AnyAllocation = Allocation | SharedAllocation
 
 
 def due_of(

@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from router.core.block_queue import Block, BlockQueue, Copy
-from router.core.forecast import MAX_PENDING, Allocation
+from router.core.forecast import MAX_PENDING
+from router.core.guard import Guard
 from router.core.shared_allocation import SharedAllocation, due_of
 from router.core.shared_forecast import SharedForecast
 from router.core.usable import Rule
@@ -38,6 +39,7 @@ class SharedPool:
         block_tokens: int,
         blocks: int | None = None,
         cached: Iterable[int] = (),
+        guard: Guard | None = None,
     ) -> None:
         """``rules`` and ``keeps_all`` are of all other groups, ``cached`` the blocks of the dense one."""
         self.rules: dict[int, Rule] = {}
@@ -45,6 +47,7 @@ class SharedPool:
         self.dense_group = dense_group
         self.block_tokens = block_tokens
         self.is_radix = False
+        self.guard = guard or Guard()
         #: The groups in the order in which a request takes and frees their blocks.
         self.groups: list[int] = []
         self.queue = BlockQueue(cached)
@@ -79,6 +82,11 @@ class SharedPool:
                 first = self._hold_nameless(allocation, group)
                 blocks = [self.block(group, key) for key in allocation.keys[first : allocation.heard]]
                 self._unnamed.update((block, (allocation, at)) for at, block in enumerate(blocks, first))
+
+    def anew(self) -> SharedPool:
+        """One like it, of which nothing is known."""
+        blocks, dense, size = self._blocks if self._is_known else None, self.dense_group, self.block_tokens
+        return SharedPool(self.rules, self.keeps_all, dense_group=dense, block_tokens=size, blocks=blocks)
 
     @property
     def blocks(self) -> int | None:
@@ -393,7 +401,3 @@ class SharedPool:
     def unheard_blocks(self, allocation: SharedAllocation) -> int:
         """How many blocks its answer has filled of which no event has told."""
         return allocation.unheard_blocks(block_tokens=self.block_tokens)
-
-
-#: What a request takes of either pool.
-AnyAllocation = Allocation | SharedAllocation

@@ -14,7 +14,7 @@ from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
 from router.core.session import Binding
-from router.core.shared_pool import AnyAllocation
+from router.core.shared_allocation import AnyAllocation
 from router.core.types import Decision, RankStatus
 from router.fleet.decisions import Attempted, DecisionLog
 from router.fleet.fleet import Fleet

@@ -10,13 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from router.core.forecast import Allocation
 from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
 from router.core.radix_pool import RadixPool
-from router.core.shared_allocation import SharedAllocation
-from router.core.shared_pool import AnyAllocation, SharedPool
+from router.core.shared_allocation import AnyAllocation
+from router.core.shared_pool import SharedPool
 from router.core.types import Engine, SessionKey
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -63,10 +62,10 @@ class Promises:
         blocks = whole + 1  # with room for the first token
         ends = prepared.keys(index.block_tokens)[stride - 1 :: stride]
         if isinstance(pool, RadixPool):
-            return pool.sent(ends, blocks=blocks, want=prepared.want)
+            return pool.guard.attempt(pool.sent, ends, blocks=blocks, want=prepared.want)
         if isinstance(pool, SharedPool):
-            return pool.sent(ends, blocks=blocks, begun_tokens=begun_tokens)
-        return pool.sent(ends, blocks=blocks)
+            return pool.guard.attempt(pool.sent, ends, blocks=blocks, begun_tokens=begun_tokens)
+        return pool.guard.attempt(pool.sent, ends, blocks=blocks)
 
     @staticmethod
     def _note_namespace(member: Member, index: PrefixIndex, prepared: PreparedRequest) -> None:
@@ -148,12 +147,8 @@ class Promises:
     @staticmethod
     def grows(allocation: AnyAllocation | None, generated: Callable[[], int]) -> None:
         """Its answer has so many tokens by now, which takes room, of which events tell late or not at all."""
-        if isinstance(allocation, SharedAllocation):
-            allocation.pool.grows(allocation, generated)
-        elif isinstance(allocation, Allocation):
-            pool = allocation.pool
-            if isinstance(pool, RadixPool):
-                pool.grows(allocation, generated)
+        if allocation is not None:
+            allocation.grows(generated)
 
     def leave(
         self,
