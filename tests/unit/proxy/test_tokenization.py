@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from chats import NEEDLE, chat, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine_shim.model.needle_text import filler
 from engine_shim.model.tokenizer import read_card
-from router.errors import BadRequest, ConfigError
 from router.proxy import tokenization
 from router.proxy.encoder import encoder_of
 from router.proxy.tokenization import PromptTokenizer
-from router.wire.chat_template import ChatTemplate, TemplateRefusal
+from router.wire.chat_template import ChatTemplate
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
 
-REPOSITORY = Path(__file__).parents[3]
-NEEDLE = REPOSITORY / "engine_shim" / "model" / "needle"
 #: Tiny models that may lie beside the repository.
-OTHER_MODELS = REPOSITORY.parent / "shared" / "engines" / "models"
+OTHER_MODELS = Path(__file__).parents[4] / "shared" / "engines" / "models"
 
 #: A template of the kind that agents meet: tools as JSON in the system turn, calls and their results.
 TOOL_TEMPLATE = """\
@@ -103,18 +100,6 @@ def pair(name: str) -> Pair:
 
 
 MODELS = ("needle", "smollm2", "tools", "tiny-qwen3", "tiny-gemma3-swa")
-
-
-def chat(messages: Sequence[Mapping[str, Any]], **fields: Any) -> InferenceRequest:
-    """A request as it comes from the wire."""
-    body = json.dumps({"model": "m", "messages": list(messages), **fields})
-    return parse_request(Endpoint.CHAT, body.encode())
-
-
-def turns(*contents: Any) -> list[dict[str, Any]]:
-    """System, user, assistant, user, ..."""
-    roles = ("system", *("user", "assistant") * len(contents))
-    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
 TOOLS = [
@@ -221,83 +206,6 @@ def test_pieces_tokenize_as_the_whole(name: str, contents: list[str]) -> None:
     model = pair(name)
 
     assert list(model.ours.encode(chat(turns(*contents))) or ()) == model.expected(turns(*contents))
-
-
-# --- tokenizers for which a cut is not safe -------------------------------------------------------------
-
-
-def byte_level(*added: AddedToken, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """A byte-level tokenizer without merges, but for a few that cross blanks and words."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*alphabet, "ab", "Ġa", "aa"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b"), ("Ġ", "a"), ("a", "a")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.add_special_tokens([token for token in added if token.special])
-    tokenizer.add_tokens([token for token in added if not token.special])
-    return tokenizer
-
-
-def prefix_space() -> Tokenizer:
-    tokenizer = byte_level(AddedToken("<s>", special=True, normalized=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return tokenizer
-
-
-def metaspace(scheme: Literal["always", "never", "first"] = "first") -> Tokenizer:
-    vocabulary = {token: number for number, token in enumerate(["<unk>", *"▁<>/s|abx", "▁a", "ab"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("a", "b")], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
-    return tokenizer
-
-
-def marked(normalizer: normalizers.Normalizer) -> Tokenizer:
-    """As Gemma and Llama mark blanks: by the normalizer."""
-    tokenizer = metaspace()
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    return tokenizer
-
-
-S = AddedToken("<s>", special=True, normalized=False)
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "plain": lambda: byte_level(S),
-    "composed": lambda: byte_level(S, normalizer=normalizers.NFC()),
-    "strip": lambda: byte_level(S, normalizer=normalizers.Strip()),
-    "prefix-space": prefix_space,
-    "metaspace": metaspace,
-    "two-specials": lambda: byte_level(S, AddedToken("<s><s>", special=True, normalized=False)),
-    "greedy-left": lambda: byte_level(S, AddedToken("</s>", special=True, normalized=False, lstrip=True)),
-    "greedy-right": lambda: byte_level(S, AddedToken("</s>", special=True, normalized=False, rstrip=True)),
-    "longer": lambda: byte_level(S, AddedToken("a<s>", special=False, normalized=False)),
-    "overlap-left": lambda: byte_level(S, AddedToken("a<", special=False, normalized=False)),
-    "overlap-right": lambda: byte_level(S, AddedToken("s>a", special=False, normalized=False)),
-    "word": lambda: byte_level(
-        AddedToken("xs", special=True, normalized=False), AddedToken("ba", normalized=False, single_word=True)
-    ),
-    "gemma": lambda: marked(normalizers.Replace(" ", "▁")),
-    "llama": lambda: marked(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
-    "metaspace-always": lambda: metaspace("always"),
-    "normalized": lambda: byte_level(S, AddedToken("ab", special=False, normalized=True)),
-}
-
-
-SYMBOLS = ("<s>", "</s>", "<", "s>", "a", "b", "ab", " ", "\n", "x", "xs", "/", "e\u0301", "\u0301")
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_every_tokenizer_gets_the_ids_of_the_whole(kind: str) -> None:
-    """Where a cut at special tokens would change the ids, there is no cut: all texts of up to three symbols."""
-    tokenizer = TOKENIZERS[kind]()
-    ours = PromptTokenizer(tokenizer, ChatTemplate("{{ messages[0].content }}", variables={}))
-    texts = map("".join, itertools.chain.from_iterable(itertools.product(SYMBOLS, repeat=count) for count in range(4)))
-
-    for text in texts:
-        fields = {"messages": [{"role": "user", "content": text}]}
-        request = InferenceRequest(Endpoint.CHAT, "m", False, None, fields, b"", chat=fields)
-        assert list(ours.encode(request) or ()) == tokenizer.encode(text, add_special_tokens=False).ids, text
 
 
 # --- tokens once -----------------------------------------------------------------------------------------
@@ -428,105 +336,3 @@ def test_a_chat_without_a_template_has_no_ids() -> None:
 
     assert ours.encode(chat(CHATS["hello"])) is None
     assert ours.encode(completion("x")) is not None
-
-
-# --- templates ---------------------------------------------------------------------------------------------
-
-
-def rendered(source: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-    return ChatTemplate(source, variables={"bos_token": "<s>"}).render(messages, **fields)
-
-
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-        "{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}",
-        "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}",
-        "{% set all = messages %}{% for m in all[0:] %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
-        "{% endfor %}",
-        "{% for m in messages %}{% set content = m.content %}{% for part in content %}[{{ part.text }}]{% endfor %}"
-        "{% endfor %}",
-        "{% macro show(parts) %}{% for part in parts %}[{{ part.text }}]{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
-        "{% for m in messages %}{% for p in m.content | list %}[{{ p.text }}]{% endfor %}{% endfor %}",
-    ],
-)
-def test_a_template_that_walks_parts_is_given_them(source: str) -> None:
-    """As ``transformers`` and vLLM do."""
-    assert rendered(source, [{"role": "user", "content": PARTS}]) == "[a][b]"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}",
-    ],
-)
-def test_a_template_that_does_not_is_given_text(source: str) -> None:
-    """Qwen3's looks whether content is a string and drops what is not: vLLM hands it a string."""
-    assert rendered(source, [{"role": "user", "content": PARTS}]) == "a\nb"
-
-
-def test_variables_and_arguments_reach_the_template() -> None:
-    """The names of special tokens, the client's own arguments, and never other messages than its messages."""
-    source = "{{ bos_token }}{{ thinking }}{{ messages[0].content }}"
-    kwargs = {"thinking": True, "messages": []}
-
-    assert rendered(source, turns("x"), extra=kwargs) == "<s>Truex"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('Roles must alternate') }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ messages[9].content }}",
-        "{{ 1 // 0 }}",
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages[0].content | int('x', 99) + none }}",
-    ],
-)
-def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
-    """Whatever its expressions raise, and without a way out of the sandbox."""
-    tokenizer = Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))
-    ours = PromptTokenizer(tokenizer, ChatTemplate(source, variables={}))
-    with pytest.raises(BadRequest, match="refuses") as refusal:
-        ours.encode(chat(turns("x")))
-    assert refusal.value.param == "messages"
-
-
-def test_deeply_nested_tools_are_refused_or_rendered() -> None:
-    """JSON nested as deep as can be parsed is no internal error."""
-    nested: object = "x"
-    for _ in range(20_000):
-        nested = [nested]
-    with pytest.raises(TemplateRefusal):
-        rendered("{{ tools | tojson }}", turns("x"), tools=[nested])
-
-
-def test_broken_files_name_themselves() -> None:
-    """A template or tokenizer that cannot be read stops the start, not a request."""
-    with pytest.raises(ConfigError, match="chat template"):
-        PromptTokenizer.from_files((NEEDLE / "tokenizer.json").read_bytes(), {"chat_template": "{% for %}"})
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        PromptTokenizer.from_files(b"{}", {})
-
-
-def test_of_several_templates_the_default_counts() -> None:
-    """Special tokens are written as text or as objects."""
-    config = {
-        "bos_token": {"content": "<|im_start|>", "lstrip": False},
-        "chat_template": [
-            {"name": "rag", "template": "no"},
-            {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
-        ],
-    }
-    ours = PromptTokenizer.from_files((NEEDLE / "tokenizer.json").read_bytes(), config)
-    tokenizer = Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))
-
-    assert list(ours.encode(chat(turns("hello"))) or ()) == tokenizer.encode("<|im_start|>hello").ids
