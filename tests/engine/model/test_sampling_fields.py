@@ -34,7 +34,7 @@ def chunk_of(request: Request, *, room: int = 0) -> Chunk:
         ({"top_k": 6, "top_p": 0.8}, [TopKLogitsWarper(6), TopPLogitsWarper(0.8)]),
         ({"min_p": 0.1, "top_k": 8, "top_p": 0.7}, [MinPLogitsWarper(0.1), TopKLogitsWarper(8), TopPLogitsWarper(0.7)]),
     ],
-    ids=str,
+    ids=["top_k", "top_1", "min_p", "top_k-top_p", "min_p-top_k-top_p"],
 )
 def test_cuts_are_those_of_transformers(cuts: dict, warpers: list) -> None:
     """Over an even grid of draws each token comes as often as transformers' warpers, in vLLM's order, say."""
