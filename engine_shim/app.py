@@ -220,8 +220,6 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     decoder = _torch_decoder(settings, card)
     if settings.drafts is DraftKind.HEAD and decoder.weights.draft is None:
         raise StartError("speculative: the model has no draft head (weights named mtp.*)")
-    if settings.drafts is DraftKind.HEAD and settings.role is not Role.UNIFIED:
-        raise StartError("speculative: what a draft head caches is not handed over; use ngram, or no role")
     from engine_shim.offload.barrier import LayerBarrier
     from engine_shim.runner.torch_runner import TorchRunner
     from engine_shim.speculative.head import HeadDrafter

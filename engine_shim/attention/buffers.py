@@ -15,6 +15,14 @@ class TensorPages:
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
 
+    @property
+    def contents(self) -> str:
+        """What a page of each group is made of: the type and the shape of each tensor's part."""
+        return ",".join(
+            "+".join(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor[:, 0].shape)}" for tensor in tensors)
+            for tensors in self._buffers
+        ).replace(" ", "")
+
     def read(self, group: int, page: int) -> bytes:
         """A copy of a page, on the host."""
         return b"".join(

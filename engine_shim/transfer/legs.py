@@ -195,7 +195,7 @@ class ReceivingLeg:
     async def _receive(self, engine: Engine, place: Place, request: Request) -> None:
         transfer, pages = self._transfer, self._transfer.pages[engine.rank]
         known = await engine.with_cache(lambda cache: known_pages(cache, request.namespace, request.prompt))
-        layout = layout_name(engine.layout, model=transfer.model)
+        layout = layout_name(engine.layout, model=transfer.model, contents=pages.store.contents)
 
         def enter(cache: RadixCache, parcel: Parcel) -> None:
             entered = unpack(cache, pages.store, request.namespace, request.prompt, parcel)

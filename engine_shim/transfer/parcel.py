@@ -7,6 +7,7 @@ costs time and never a wrong answer; and a page is written only by the rank's ow
 that nobody else holds. ::
 
     full     [skip, pages)                what the receiver does not hold
+    draft    the same                     the draft head's, where both ranks have one
     window   the last window before the end
     state    the one at the end
 """
@@ -19,11 +20,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from engine_shim.cache.radix import FULL, RadixCache
-from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind
+from engine_shim.types import NULL_PAGE, CacheLayout, GroupKind
 
 
 class PageStore(Protocol):
-    """What pages hold. Called in the rank's own thread, between two steps."""
+    """What pages hold. Called in the rank's own thread, between two steps.
+
+    ``contents`` names how a page is encoded: what is written has to have been read from a store of the same name.
+    """
+
+    @property
+    def contents(self) -> str: ...
 
     def read(self, group: int, page: int) -> bytes:
         """A page's (or slot's) contents."""
@@ -35,6 +42,8 @@ class PageStore(Protocol):
 class NoContents:
     """A timing model's pages hold nothing."""
 
+    contents = "nothing"
+
     def read(self, group: int, page: int) -> bytes:
         return b""
 
@@ -43,10 +52,19 @@ class NoContents:
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive pages of one group, the first being number ``start`` of the prompt; of a state group its one slot."""
+    """Consecutive pages of one group, the first being number ``start`` of the prompt; of a state group its one slot.
+
+    ``is_whole``: the group has every page of a prompt, so who holds some of them needs the others alone.
+    """
 
     start: int
     pages: list[bytes]
+    is_whole: bool
+
+    def without(self, pages: int) -> Run:
+        """The same for somebody who holds the first ``pages`` pages of the prompt."""
+        skip = min(max(0, pages - self.start), len(self.pages)) if self.is_whole else 0
+        return Run(self.start + skip, self.pages[skip:], self.is_whole)
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
@@ -59,9 +77,7 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
     def without(self, pages: int) -> Parcel:
         """The same for somebody who holds the first ``pages`` pages."""
-        run, others = self.runs[FULL], self.runs[FULL + 1 :]
-        skip = min(max(0, pages - run.start), len(run.pages))
-        return msgspec.structs.replace(self, runs=[Run(run.start + skip, run.pages[skip:]), *others])
+        return msgspec.structs.replace(self, runs=[run.without(pages) for run in self.runs])
 
     @property
     def sent_pages(self) -> int:
@@ -69,10 +85,10 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
         return len(self.runs[FULL].pages)
 
 
-def layout_name(layout: CacheLayout, *, model: str) -> str:
-    """What two ranks must have in common to exchange pages."""
+def layout_name(layout: CacheLayout, *, model: str, contents: str) -> str:
+    """What two ranks must have in common to exchange pages; ``contents`` is their stores'."""
     groups = ",".join(f"{group.kind}:{len(group.layers)}:{group.window_tokens}" for group in layout.groups)
-    return f"{model}/{layout.page_tokens}/{groups}"
+    return f"{model}/{layout.page_tokens}/{groups}/{contents}"
 
 
 def known_pages(cache: RadixCache, namespace: str, prompt: Sequence[int]) -> int:
@@ -89,8 +105,9 @@ def pack(
     for group, table in zip(cache.layout.groups, match.tables, strict=True):
         held = table[:1] if group.kind is GroupKind.STATE else table[: match.pages]
         start = held.count(NULL_PAGE)  # a window table begins with what has passed
-        runs.append(Run(start, [store.read(group.index, page) for page in held[start:]]))
-    return Parcel(layout_name(cache.layout, model=model), match.pages, cached_tokens, runs)
+        contents = [store.read(group.index, page) for page in held[start:]]
+        runs.append(Run(start, contents, cache.components[group.index].is_whole))
+    return Parcel(layout_name(cache.layout, model=model, contents=store.contents), match.pages, cached_tokens, runs)
 
 
 class Entered(NamedTuple):
@@ -110,15 +127,15 @@ def unpack(cache: RadixCache, store: PageStore, namespace: str, prompt: Sequence
     if match.pages >= parcel.pages or match.pages < parcel.runs[FULL].start:
         return Entered(match.pages, ())
     receipt = cache.lock(match)  # making room must not take what is to be continued
-    new = _allocated(cache, [_missing(parcel, group, match.pages) for group in cache.layout.groups])
+    new = _allocated(cache, [_missing(parcel, run, match.pages) for run in parcel.runs])
     cache.release(receipt)
     if new is None:
         return Entered(match.pages, ())
     tables = []
-    for group, pages in zip(cache.layout.groups, new, strict=True):
-        for page, data in zip(pages, _contents(parcel, group, len(pages)), strict=True):
+    for group, run, pages in zip(cache.layout.groups, parcel.runs, new, strict=True):
+        for page, data in zip(pages, run.pages[len(run.pages) - len(pages) :], strict=True):
             store.write(group.index, page, data)
-        before = match.tables[FULL] if group.index == FULL else [NULL_PAGE] * (parcel.pages - len(pages))
+        before = match.tables[group.index] if run.is_whole else [NULL_PAGE] * (parcel.pages - len(pages))
         tables.append(pages if group.kind is GroupKind.STATE else [*before, *pages])
     for pool, twins in zip(cache.pools, cache.insert(namespace, tokens, tables), strict=True):
         pool.free(twins)
@@ -131,15 +148,9 @@ def _whole(cache: RadixCache, prompt: Sequence[int]) -> Sequence[int]:
     return prompt[: (len(prompt) - 1) // page_tokens * page_tokens]
 
 
-def _missing(parcel: Parcel, group: CacheGroup, known_pages: int) -> int:
-    """How many pages of a group a receiver needs that knows the first so many."""
-    return parcel.pages - known_pages if group.index == FULL else len(parcel.runs[group.index].pages)
-
-
-def _contents(parcel: Parcel, group: CacheGroup, pages: int) -> Sequence[bytes]:
-    """Those of the last so many pages."""
-    run = parcel.runs[group.index].pages
-    return run[len(run) - pages :]
+def _missing(parcel: Parcel, run: Run, known_pages: int) -> int:
+    """How many pages of a group a receiver needs that knows the first so many of the prompt."""
+    return parcel.pages - known_pages if run.is_whole else len(run.pages)
 
 
 def _allocated(cache: RadixCache, wanted: Sequence[int]) -> list[list[int]] | None:

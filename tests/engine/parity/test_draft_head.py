@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ TOLERANCE = 1e-5
 FAMILIES = {"qwen3": 0, "gemma3": 1, "qwen3_next": 2}
 
 
-def with_head(family: str, folder: object, *, layer: int) -> Decoder:
-    """A tiny model with a draft head of random weights, under the names of Qwen3-Next's checkpoints."""
+def tensors_with_head(family: str, folder: Path, *, layer: int) -> dict[str, Tensor]:
+    """A tiny model's and a draft head's of random weights, under the names of Qwen3-Next's checkpoints."""
     tiny = make_tiny_model(family, folder)
     card = read_card(str(tiny.folder))
     tensors = read_safetensors(tiny.folder)
@@ -44,6 +45,12 @@ def with_head(family: str, folder: object, *, layer: int) -> Decoder:
     for name in ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"):
         tensors[f"{name}.weight"] = 1 + noise(width) if family == "qwen3" else noise(width)
     tensors["mtp.fc.weight"] = noise(width, 2 * width)
+    return tensors
+
+
+def with_head(folder: Path, tensors: Mapping[str, Tensor]) -> Decoder:
+    """The model of a directory, in float64."""
+    card = read_card(str(folder))
     weights = assemble(card.config, tensors, device=torch.device("cpu"), dtype=torch.float64)
     return Decoder(card.config, weights)
 
@@ -51,7 +58,7 @@ def with_head(family: str, folder: object, *, layer: int) -> Decoder:
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp(request.param)
-    return trained(with_head(request.param, folder, layer=FAMILIES[request.param]))
+    return trained(with_head(folder, tensors_with_head(request.param, folder, layer=FAMILIES[request.param])))
 
 
 # --- the head without cache, pages and steps ----------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from engine_shim.transfer.link import Ask, Offers, TransferError, fetch
 from engine_shim.transfer.parcel import Parcel, Run
 
-PARCEL = Parcel("m", 3, 16, [Run(0, [b"a", b"b", b"c"])])
+PARCEL = Parcel("m", 3, 16, [Run(0, [b"a", b"b", b"c"], True)])
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def test_only_what_is_missing_is_sent() -> None:
     """A receiver with two pages gets the third."""
     async with offers() as (made, port):
         made.offer("k", PARCEL)
-        assert await receive(port, "k", known=2) == Parcel("m", 3, 16, [Run(2, [b"c"])])
+        assert await receive(port, "k", known=2) == Parcel("m", 3, 16, [Run(2, [b"c"], True)])
 
 
 async def test_a_sender_that_gives_up() -> None:

@@ -6,24 +6,30 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import pytest
+import torch
 
+from engine_shim.attention.buffers import TensorPages
 from engine_shim.cache.component import Component
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError, check_integrity
 from engine_shim.cache.radix import RadixCache
 from engine_shim.transfer import parcel
-from engine_shim.transfer.parcel import Parcel, known_pages, layout_name, pack, unpack
+from engine_shim.transfer.parcel import Parcel, Run, known_pages, layout_name, pack, unpack
 from engine_shim.types import NULL_PAGE, CacheGroup, CacheLayout, GroupKind
 
 PAGE = 4
 FULL = CacheGroup(0, GroupKind.FULL, (1,))
 WINDOW = CacheGroup(1, GroupKind.WINDOW, (0,), 7)  # two pages before a boundary
+STATE = CacheGroup(2, GroupKind.STATE, (2,))
 LAYOUTS = {
     "full": (FULL,),
     "window": (FULL, WINDOW),
     "state": (FULL, CacheGroup(1, GroupKind.STATE, (2,))),
-    "all": (FULL, WINDOW, CacheGroup(2, GroupKind.STATE, (2,))),
+    "draft": (FULL, CacheGroup(1, GroupKind.DRAFT, (3,))),
+    "all": (FULL, WINDOW, STATE),
+    "all with draft": (FULL, WINDOW, STATE, CacheGroup(3, GroupKind.DRAFT, (3,))),
 }
 Name = tuple[str, tuple[int, ...]]
 
@@ -31,18 +37,20 @@ Name = tuple[str, tuple[int, ...]]
 class Rank:
     """A cache whose pages hold, as bytes, the tokens up to their end and the group: what a forward pass would make."""
 
+    contents = "tokens"
+
     def __init__(self, groups: tuple[CacheGroup, ...], pages: int = 40) -> None:
         self.layout = CacheLayout(PAGE, groups, (pages,) * len(groups))
         self.cache = RadixCache(self.layout, EventRecorder(self.layout))
-        self.contents: dict[tuple[int, int], bytes] = {}
+        self.pages: dict[tuple[int, int], bytes] = {}
 
     def read(self, group: int, page: int) -> bytes:
         assert page != NULL_PAGE
-        return self.contents[group, page]
+        return self.pages[group, page]
 
     def write(self, group: int, page: int, data: bytes) -> None:
         assert page != NULL_PAGE
-        self.contents[group, page] = data
+        self.pages[group, page] = data
 
     def compute(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Run a prompt of whole pages as a request would, as far as there is room, and leave it to the tree."""
@@ -64,7 +72,7 @@ class Rank:
             new = pool.allocate(wanted)
             for number, page in enumerate(new, start=start):
                 end = len(tokens) if group.kind is GroupKind.STATE else (number + 1) * PAGE
-                self.contents[group.index, page] = content(group, namespace, tokens[:end])
+                self.pages[group.index, page] = content(group, namespace, tokens[:end])
             tables.append(([] if group.kind is GroupKind.STATE else table[: match.pages], new))
         given = [[*old, *new] for old, new in tables]
         for pool, twins in zip(self.cache.pools, self.cache.insert(namespace, tokens, given), strict=True):
@@ -82,12 +90,12 @@ class Rank:
             if group.kind is GroupKind.STATE:
                 if match.pages:
                     expected = content(group, namespace, prompt[: match.pages * PAGE])
-                    assert self.contents[group.index, table[0]] == expected
+                    assert self.pages[group.index, table[0]] == expected
                 continue
             for number, page in enumerate(table[: match.pages]):
                 if page != NULL_PAGE:
                     expected = content(group, namespace, prompt[: (number + 1) * PAGE])
-                    assert self.contents[group.index, page] == expected
+                    assert self.pages[group.index, page] == expected
         return match.pages
 
 
@@ -121,6 +129,18 @@ def test_what_the_receiver_holds_is_not_sent() -> None:
     parcel, pages = send(sender, receiver, "", prompt)
     assert [(run.start, len(run.pages)) for run in parcel.runs] == [(6, 4), (8, 2)]
     assert parcel.sent_pages == 4
+    assert pages == receiver.check_prompt("", prompt) == 10
+    receiver.check()
+
+
+def test_what_a_draft_head_has_goes_with_the_full_pages() -> None:
+    """Of ten pages with six known four of each go over."""
+    sender, receiver = Rank(LAYOUTS["draft"]), Rank(LAYOUTS["draft"])
+    prompt = tuple(range(10 * PAGE + 1))
+    sender.compute("", prompt[: 10 * PAGE])
+    receiver.compute("", prompt[: 6 * PAGE])
+    parcel, pages = send(sender, receiver, "", prompt)
+    assert [(run.start, len(run.pages)) for run in parcel.runs] == [(6, 4), (6, 4)]
     assert pages == receiver.check_prompt("", prompt) == 10
     receiver.check()
 
@@ -178,8 +198,29 @@ def test_any_traffic(groups: tuple[CacheGroup, ...], seed: int) -> None:
 
 def pages_one_off(patch: pytest.MonkeyPatch) -> None:
     """Contents are taken to begin one page later than they do, as behind a prefix that was counted wrong."""
-    contents = parcel._contents
-    patch.setattr(parcel, "_contents", lambda *arguments: [*contents(*arguments)[1:], *contents(*arguments)[:1]])
+    without = Run.without
+
+    def turned(run: Run, pages: int) -> Run:
+        rest = without(run, pages)
+        return Run(rest.start, [*rest.pages[1:], *rest.pages[:1]], rest.is_whole)
+
+    patch.setattr(Run, "without", turned)
+
+
+def drafts_sent_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    """The receiver's place for the draft head's pages is counted from what it lacks, their contents are not."""
+    patch.setattr(Run, "without", lambda run, pages: run)
+    send = parcel.unpack
+
+    def first_pages(cache: RadixCache, store: Rank, namespace: str, prompt: tuple[int, ...], got: Parcel) -> object:
+        match = cache.match(namespace, prompt[: got.pages * PAGE])
+        runs = [
+            Run(run.start, run.pages[: got.pages - match.pages], run.is_whole) if run.is_whole else run
+            for run in got.runs
+        ]
+        return send(cache, store, namespace, prompt, msgspec.structs.replace(got, runs=runs))
+
+    patch.setitem(globals(), "unpack", first_pages)
 
 
 def evicted_while_entered(patch: pytest.MonkeyPatch) -> None:
@@ -187,17 +228,27 @@ def evicted_while_entered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Component, "lock", lambda self, node: node.locks.__setitem__(self.index, node.locks[self.index] + 1))
 
 
-@pytest.mark.parametrize("plant", [pages_one_off, evicted_while_entered])
+@pytest.mark.parametrize("plant", [pages_one_off, drafts_sent_from_the_start, evicted_while_entered])
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the traffic above, which passes on clean code."""
     plant(monkeypatch)
     with pytest.raises((AssertionError, IntegrityError, KeyError, ValueError)):
-        deque((test_any_traffic(LAYOUTS["all"], seed) for seed in range(12)), maxlen=0)
+        deque((test_any_traffic(LAYOUTS["all with draft"], seed) for seed in range(12)), maxlen=0)
 
 
 def test_layouts_that_differ_have_different_names() -> None:
-    """Page size, windows, groups and model tell ranks apart that cannot exchange pages."""
-    names = {layout_name(Rank(groups).layout, model="m") for groups in LAYOUTS.values()}
-    names.add(layout_name(Rank(LAYOUTS["all"]).layout, model="other"))
-    names.add(layout_name(CacheLayout(8, (FULL,), (40,)), model="m"))
-    assert len(names) == len(LAYOUTS) + 2
+    """Page size, windows, groups, model and what pages are made of tell ranks apart that cannot exchange pages."""
+    names = {layout_name(Rank(groups).layout, model="m", contents="c") for groups in LAYOUTS.values()}
+    names.add(layout_name(Rank(LAYOUTS["all"]).layout, model="other", contents="c"))
+    names.add(layout_name(Rank(LAYOUTS["all"]).layout, model="m", contents="other"))
+    names.add(layout_name(CacheLayout(8, (FULL,), (40,)), model="m", contents="c"))
+    assert len(names) == len(LAYOUTS) + 3
+
+
+def test_pages_of_other_types_have_other_names() -> None:
+    """A page is named by the type and shape of each tensor's part of it, however many pages there are."""
+    kinds = [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 8)]
+    pools = [[torch.zeros(2, pages, 16, width, dtype=kind) for kind, width in kinds] for pages in (3, 5)]
+    three, five = ([TensorPages(((pool,),)).contents for pool in each] for each in pools)
+    assert three == five
+    assert len({*three}) == 3
