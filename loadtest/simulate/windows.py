@@ -39,6 +39,14 @@ def usable_blocks(path: Path, most: int, spans: Mapping[Run, Span], *, window: i
     return usable
 
 
+def believed_usable(path: Path, stored: Mapping[int, int], *, window: int) -> dict[int, int]:
+    """Of what the full-attention layers of each slot are believed to hold, what its windows are to let it use."""
+    return {
+        slot: usable_blocks(path, blocks, {run: run.spans[slot] for run, _ in path if slot in run.spans}, window=window)
+        for slot, blocks in stored.items()
+    }
+
+
 def window_before(path: Path, depth: int, *, window: int) -> Iterator[tuple[Run, Span]]:
     """The spans that make up the window before ``depth``, the last first."""
     starts, start = [], 0

@@ -31,7 +31,7 @@ from loadtest.simulate.runs import (
     sent_blocks,
 )
 from loadtest.simulate.scenario import Request, Scenario
-from loadtest.simulate.windows import Span, usable_blocks, window_before
+from loadtest.simulate.windows import Span, believed_usable, window_before
 from router.core.admission import Admission, AdmissionParameters, Hold, Visit
 from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
@@ -234,7 +234,7 @@ class World:
         self._hear()
         path = request.path
         home = None
-        reusable = self._reusable_tokens(request)
+        stored, reusable = self._known_tokens(request)
         if request.session is not None:
             home = self._sessions.home(MODEL, request.session, now=self.now, held=reusable)
         loadable = {}
@@ -249,18 +249,18 @@ class World:
             home=home,
             loadable_tokens=loadable,
             return_ratio=self._sessions.returns.ratio,
+            stored_tokens=stored,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),
         )
 
-    def _reusable_tokens(self, request: Request) -> dict[int, int]:
-        path = request.path
-        believed = believed_blocks(path)
+    def _known_tokens(self, request: Request) -> tuple[dict[int, int], dict[int, int]]:
+        """What full-attention layers are believed to hold of it, where there are others; and what can be reused."""
+        stored = usable = believed_blocks(request.path)
         if self._window_blocks:
-            for slot, blocks in believed.items():
-                spans = {run: run.spans[slot] for run, _ in path if slot in run.spans}
-                believed[slot] = usable_blocks(path, blocks, spans, window=self._window_blocks)
-        return {slot: self._tokens(blocks, request) for slot, blocks in believed.items()}
+            usable = believed_usable(request.path, stored, window=self._window_blocks)
+        reusable = {slot: self._tokens(blocks, request) for slot, blocks in usable.items()}
+        return {slot: self._tokens(blocks, request) for slot, blocks in stored.items() if usable != stored}, reusable
 
     def _tokens(self, blocks: int, request: Request) -> int:
         return min(blocks, (request.prompt_tokens - 1) // self.block_tokens) * self.block_tokens
@@ -293,8 +293,11 @@ class World:
             run.promised[slot] = (max(blocks, run.promised.get(slot, (0, 0))[0]), promise)
             run.sent[slot] = max(blocks, run.sent.get(slot, 0))
             run.last = slot
-        for run, span in window_before(request.path, path_blocks(request.path), window=self._window_blocks):
-            run.spans[slot] = span
+        stored_tokens = asked.stored_tokens.get(slot, 0)
+        fork = stored_tokens // self.block_tokens if stored_tokens > decision.expected_cached_tokens else 0
+        for depth in (fork, path_blocks(request.path)):
+            for run, span in window_before(request.path, depth, window=self._window_blocks):
+                run.spans[slot] = span
         binding = None
         if request.session is not None:
             binding = self._sessions.start(MODEL, request.session, slot=slot, now=self.now)

@@ -15,13 +15,15 @@ _SERVING = (RankStatus.READY, RankStatus.DRAINING)
 
 def shared_tokens(request: RouteRequest, view: FleetView) -> Mapping[WorkerRole, int]:
     """For a rank of each role the head that all who serve the model and do the same hold, answering or computing
-    prompts alone: it is stored once on each, and charged to nobody.
+    prompts alone: it is stored once on each, and charged to nobody. What is known to be of no other conversation is
+    charged to its own, wherever it has been served.
     """
     held: dict[bool, list[int]] = {False: [], True: []}
     for rank in view.ranks if request.reusable_tokens else ():
         if request.model in rank.models and rank.status in _SERVING:
             held[rank.part.role is WorkerRole.PREFILL].append(request.reusable_tokens.get(rank.slot, 0))
-    answering, computing = (min(tokens) if len(tokens) > 1 else 0 for tokens in held.values())
+    most = request.prompt_tokens if request.common_tokens is None else request.common_tokens
+    answering, computing = (min(most, *tokens) if len(tokens) > 1 else 0 for tokens in held.values())
     return {WorkerRole.UNIFIED: answering, WorkerRole.DECODE: answering, WorkerRole.PREFILL: computing}
 
 

@@ -22,6 +22,10 @@ of the move's term.
 - A conversation that begins finds heads that others share. A copy made elsewhere would serve those who come after; so
   where it finds one, only a part is credited, or everybody who shares a head would go where its first copy is. That
   holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
+- Where some layers have windows or states, a head that one prompt has left on a rank cannot be used there: of these
+  layers it has kept what lies before its own end. Only the second to fork there leaves the head ready for the third. So
+  as long as a head is stored but nowhere ready, who computes it where it is not stored lets those who follow, as many
+  as the credit above expects, compute it once more. A subagent counts one, since its parent waits for it.
 - A subagent's siblings begin at the same moment with the same head. What it computes counts half as much again, so that
   a small group waits for one prefill, and only a large one spreads.
 - A session's first requests, at once and of different prompts, meet where the first of them is, but for as long only as
@@ -49,8 +53,10 @@ _EVICTED_RETURN_RATIO = 0.5
 _BUSY_WEIGHT = 2.0
 #: A token loaded from a lower tier, in tokens computed.
 LOAD_RATIO = 0.2
-#: The part of a shared head that is credited to a conversation that begins: a fourth, as if three came after it.
-_SHARED_CREDIT_RATIO = 0.25
+#: Conversations that are expected to begin with a head after one that does, and subagents after a subagent.
+_FOLLOWERS, _FOLLOWING_AGENTS = 3.0, 1.0
+#: The part of a shared head that is credited to a conversation that begins.
+_SHARED_CREDIT_RATIO = 1.0 / (1.0 + _FOLLOWERS)
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
 #: How much a second of work makes others wait, in squares of rho / (1 - rho). Beside rho / (1 - rho) itself it costs
@@ -132,12 +138,16 @@ def prices(
         leave_seconds *= min(1.0, others_factor / home.pace.factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
-    credit_ratio, sibling_weight = 1.0, 0.0
+    credit_ratio, sibling_weight, followers = 1.0, 0.0, _FOLLOWERS
+    unready_tokens, ready_tokens, stored = 0, 0, request.stored_tokens
     if request.home is None and request.session is not None:
         if request.session.agent:
-            sibling_weight = _SIBLING_WEIGHT
+            sibling_weight, followers = _SIBLING_WEIGHT, _FOLLOWING_AGENTS
         else:
             credit_ratio -= request.return_ratio * (1.0 - _SHARED_CREDIT_RATIO)
+        if stored:
+            ready_tokens, most_tokens = max(held), max([stored.get(rank.slot, 0) for rank in ranks])
+            unready_tokens = most_tokens if most_tokens > ready_tokens else 0
     is_loadable, output_tokens = bool(request.loadable_tokens), request.output_tokens
     new = tuple.__new__  # a named tuple's own is a call into Python
     found: list[Price] = []
@@ -155,6 +165,11 @@ def prices(
             move_seconds = sibling_weight * own_seconds
             if credit_ratio < 1.0:
                 move_seconds = _work_seconds(rank, request, held_tokens, credit_ratio=credit_ratio) - own_seconds
+            if unready_tokens:
+                behind_tokens = unready_tokens - max(ready_tokens, stored.get(slot, 0))
+                move_seconds += followers * prefill_seconds(
+                    pace, uncached_tokens=behind_tokens, context_tokens=unready_tokens
+                )
             brought_seconds += move_seconds
         else:
             move_seconds = 0.0 if slot == home.slot else leave_seconds

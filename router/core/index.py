@@ -171,6 +171,14 @@ class PrefixIndex(Residency):
         found = self._depths(keys, prompt_tokens, below=True)
         return {slot: depth * self.block_tokens for slot, depth in found.items()}
 
+    def stored_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
+        """Tokens of a prompt that full attention finds on each slot, whatever other layers accept; empty if no rank has
+        layers of other kinds.
+        """
+        if not any(rank.rules for rank in self._ranks.values()):
+            return {}
+        return {slot: depth * self.block_tokens for slot, depth in self._depths(keys, prompt_tokens).items()}
+
     def shared_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> int:
         """Tokens from the start of a prompt that belong to other conversations as well, as far as blocks tell."""
         limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)

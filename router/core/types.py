@@ -210,6 +210,9 @@ class RouteRequest(Frozen, frozen=True):
     ``charged_elsewhere[slot]`` are the tokens with which other routers charge this conversation on that rank, and will
     not once it is served here: while it has requests in flight there, none.
     ``is_beginning``: requests of the session are on their way, and none has been answered yet.
+    ``stored_tokens[slot]`` is the prefix that full attention finds on that rank, of which other kinds of layers may let
+    less be reused. Told of conversations without a home (absent: no more than is reusable).
+    ``common_tokens`` of the prompt are of other conversations as well (None: not known).
     """
 
     model: str
@@ -226,6 +229,8 @@ class RouteRequest(Frozen, frozen=True):
     prefill_home: int | None = None
     is_beginning: bool = False
     charged_elsewhere: Mapping[int, int] = msgspec.field(default_factory=dict)
+    stored_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
+    common_tokens: int | None = None
 
 
 class Price(NamedTuple):

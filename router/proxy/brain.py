@@ -285,6 +285,7 @@ class RouterBrain(Models):
         home = prefill_home = None
         is_beginning = False
         charged_elsewhere: Mapping[int, int] = {}
+        common_tokens: int | None = None
         if session is not None:
             answering = reusable
             if self.makes_pairs:
@@ -295,6 +296,8 @@ class RouterBrain(Models):
             is_beginning = fleet.sessions.is_beginning(model, session)
             if self._holding is not None and fleet.shared.is_shared:
                 charged_elsewhere = self._holding.charged_elsewhere(model, session)
+            if self._holding is not None and len(reusable) > 1 and prepared.tokens is not None:
+                common_tokens = knowledge.common(prepared)
         return RouteRequest(
             model=prepared.model,
             prompt_tokens=prepared.prompt_tokens,
@@ -310,6 +313,8 @@ class RouterBrain(Models):
             prefill_home=prefill_home,
             is_beginning=is_beginning,
             charged_elsewhere=charged_elsewhere,
+            stored_tokens=knowledge.stored(prepared) if home is None and session is not None else {},
+            common_tokens=common_tokens,
         )
 
     def _note(self, lease: Lease, request: RouteRequest, *, now: float) -> None:

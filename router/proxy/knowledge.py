@@ -54,13 +54,25 @@ class Knowledge:
         most_tokens = max(reusable.values(), default=0)
         if most_tokens <= max(known_tokens, prepared.ideal_tokens):
             return known
-        shared_tokens = max(
+        if most_tokens <= self.common(prepared):
+            return known
+        return max(reusable, key=reusable.__getitem__)
+
+    def stored(self, prepared: PreparedRequest) -> Mapping[int, int]:
+        """Tokens of the prompt that full attention finds on each rank; nothing where there are no other layers."""
+        stored: dict[int, int] = {}
+        if prepared.tokens is not None:
+            for index in self._fleet.indexes(prepared.model):
+                keys = prepared.keys(index.block_tokens)
+                stored.update(index.stored_tokens(keys, prompt_tokens=prepared.prompt_tokens))
+        return stored
+
+    def common(self, prepared: PreparedRequest) -> int:
+        """Tokens of the prompt, keyed by tokens, that are of other conversations as well."""
+        return max(
             index.shared_tokens(prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens)
             for index in self._fleet.indexes(prepared.model)
         )
-        if most_tokens <= shared_tokens:
-            return known
-        return max(reusable, key=reusable.__getitem__)
 
     def know_ideal(self, prepared: PreparedRequest) -> None:
         """Note the tokens of the prompt that an endless cache shared by all ranks would have."""

@@ -64,6 +64,14 @@ def test_what_all_ranks_hold_is_charged_to_nobody() -> None:
     assert desk.admission.charged_tokens(0) == 800
 
 
+def test_what_no_other_conversation_has_is_charged_to_its_own() -> None:
+    """A conversation of 500 tokens that both ranks have served, of which 100 are a head that others share."""
+    desk = Desk(fleet(2))
+    desk.turn(msgspec.structs.replace(ask("a", 500, cached={0: 400, 1: 400}), common_tokens=100))
+
+    assert desk.admission.charged_tokens(0) == 400
+
+
 def test_a_conversation_that_moves_takes_its_charge_along() -> None:
     """Booked on the rank it was sent to last."""
     desk = Desk(fleet(2))

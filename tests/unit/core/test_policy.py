@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.cost import CostParameters, price
+from router.core.cost import CostParameters, price, prices
 from router.core.load import LoadBook
 from router.core.pace import prefill_seconds, prior
 from router.core.policy import Affinity, Policy, RoundRobin, SessionHash, least_loaded, make_policy
@@ -107,6 +107,43 @@ def test_how_long_a_head_is_waited_for(who: SessionKey | None, return_ratio: flo
         asked = request(reusable_tokens={0: 900}, session=who, return_ratio=return_ratio)
 
         assert decide(AFFINITY, fleet, asked)[0] == slot
+
+
+@pytest.mark.parametrize(
+    ("who", "bound_seconds"),
+    [
+        (SessionKey("t", "new"), 1.5),  # three who follow
+        (SessionKey("t", "new", "child"), 0.5),  # one
+    ],
+)
+def test_a_head_is_made_ready_where_it_is_stored(who: SessionKey, bound_seconds: float) -> None:
+    """Rank 0 stores 500 of 1,000 tokens and can use none of them for want of windows: 0.5 s for who comes after."""
+    for queued_seconds, slot in ((bound_seconds - 0.01, 0), (bound_seconds + 0.01, 1)):
+        fleet = Fleet(2)
+        fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+
+        assert decide(AFFINITY, fleet, request(stored_tokens={0: 500}, session=who))[0] == slot
+
+
+@pytest.mark.parametrize(
+    ("fields", "move_seconds"),
+    [
+        ({}, [0.0, 1.2, 1.5]),
+        ({"reusable_tokens": {1: 500}}, [0.0, 0.375, 0.0]),  # ready on rank 1: three fourths of 0.5 s are not credited
+        ({"reusable_tokens": {1: 100}}, [0.0, 1.2 + 0.075, 1.2]),  # as far as it is ready nobody has to make it so
+        ({"home": 2}, [0.0, 0.0, 0.0]),  # whoever has been somewhere has a history of its own
+    ],
+)
+def test_a_head_that_is_ready_anywhere_is_made_ready_nowhere_else(
+    fields: dict[str, object], move_seconds: list[float]
+) -> None:
+    """The part of the price that is others': rank 0 stores 500 tokens without their windows."""
+    fleet = Fleet(3)
+    asked = request(session=SessionKey("t", "new"), stored_tokens={0: 500, 1: 100}, **fields)
+    home = None if asked.home is None else fleet.ranks[asked.home]
+    found = prices(fleet.ranks, asked, home=home, parameters=CostParameters(), now=0.0)
+
+    assert [entry.move_seconds for entry in found] == pytest.approx(move_seconds)
 
 
 @pytest.mark.parametrize(

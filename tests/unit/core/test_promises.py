@@ -72,6 +72,7 @@ def test_a_prefix_that_only_the_full_group_holds_is_kept_by_who_finds_it(index: 
     index.apply(0, stored(0, 5))
     fork = (*TOKENS[:6], 1, 2, 3, 4)
     assert reusable(index, (*fork, 9)) == 0
+    assert index.stored_tokens(keys(fork), prompt_tokens=len(fork)) == {0: 6}
 
     promise(index, fork)
     assert reusable(index, (*TOKENS[:6], 7, 8, 9)) == 6

@@ -69,6 +69,18 @@ async def test_a_request_goes_where_it_was_admitted_to() -> None:
     full.lease.close(Outcome.OK, None)
 
 
+async def test_a_conversation_that_all_ranks_have_served_is_charged() -> None:
+    """Both ranks have its 40,000 tokens, of which others share the first 8,000: those alone are nobody's."""
+    world = world_of(2)
+    prompt = prompt_of(40_000)
+    for slot in world.slots:
+        world.publish(slot, prompt)
+        world.publish(slot, [*prompt[:8_000], *prompt_of(8_000, start=200_000)])
+    assert await ask(world, "s", 40_000, start=100, end=None) is not None
+
+    assert 32_000 <= charged(world) <= 33_000
+
+
 async def test_where_the_rank_it_was_admitted_to_is_gone_another_will_do() -> None:
     """It leaves the fleet between the admission and the decision."""
     world = world_of(2)

@@ -6,7 +6,9 @@ import pytest
 
 from router.core.types import RankStatus, Reason
 from router.proxy.types import Attempt, Outcome
-from tests.fakes.brain_world import World, prompt_of
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import BlockStored, EventBatch
+from tests.fakes.brain_world import BLOCK, World, prompt_of
 
 
 def finish(attempt: Attempt) -> None:
@@ -135,3 +137,25 @@ async def test_a_draining_rank_keeps_whom_no_other_can_serve() -> None:
     world.fleet.set_status(1, RankStatus.DOWN)
 
     assert (await world.ask(prompt_of(2_000), "s")).decision.slot == 0
+
+
+@pytest.mark.parametrize("has_windows", [True, False])
+async def test_a_head_is_made_ready_where_it_is_stored(*, has_windows: bool) -> None:
+    """The first with a head leaves its last window alone, so that the second finds nothing: it makes the head ready for
+    the third by going there. Without windows it finds the head, which is worth less to it than a rank without queue.
+    """
+    world = World(ranks=4)
+    head = prompt_of(8_000)
+    first = await world.ask([*head, *prompt_of(3_200, start=100_000)], "first")
+    slot = first.decision.slot
+    tokens = (*head, *prompt_of(3_200, start=100_000))
+    keys = block_keys(tokens, block_tokens=BLOCK, parent=namespace_seed("", ""))
+    world.publish(slot, tokens)
+    if has_windows:
+        last = BlockStored(
+            (keys[-1],), keys[-2], tokens[-BLOCK:], BLOCK, group=1, kind="sliding_window", window_tokens=9
+        )
+        world.fleet.apply(slot, EventBatch(world.now, (last,)), now=world.now)
+    second = await world.ask([*head, *prompt_of(3_200, start=200_000)], "second")
+
+    assert (second.decision.slot == slot) is has_windows

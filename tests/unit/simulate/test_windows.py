@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest.simulate.runs import Path, Run, path_blocks
-from loadtest.simulate.windows import Span, WindowCache, usable_blocks, window_before
+from loadtest.simulate.windows import Span, WindowCache, believed_usable, usable_blocks, window_before
 
 
 def cache_of(capacity: int, window: int) -> tuple[WindowCache, list[tuple[Run, Span | None]]]:
@@ -47,6 +47,14 @@ def test_usable_is_the_deepest_block_with_its_whole_window(
     expected = max(depth for depth in depths if all(there[max(0, depth - window) : depth]))
 
     assert usable_blocks(path, most, spans, window=window) == expected
+
+
+def test_each_slot_lets_use_what_its_windows_do() -> None:
+    """Of a run that three slots store one has the window at block 40, one an earlier window, and one none."""
+    run = Run(spans={0: (24, 40), 1: (4, 20)})
+    stored = dict.fromkeys(range(3), 40)
+
+    assert believed_usable(((run, 40),), stored, window=16) == {0: 40, 1: 20, 2: 0}
 
 
 def test_a_conversation_resumes_where_its_last_prompt_ended() -> None:
