@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import httpx
 import pytest
 from parity_rank import ParityRank
-from safetensors.torch import save_file
 from test_draft_head import FAMILIES, assert_cache_is_dense, make_rank, tensors_with_head, trained, with_head
 from test_speculative import prompts
 
 from engine_shim.attention.buffers import TensorPages
 from engine_shim.model.decoder import Decoder
-from engine_shim.model.weights import read_safetensors
 from engine_shim.transfer.parcel import known_pages, pack, unpack
 from engine_shim.types import Request, Sampling
-
 
 ANSWER = Sampling(max_tokens=16, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen3_next"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, with a draft head some of whose guesses hold."""
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """With a draft head some of whose guesses hold."""
     folder = tmp_path_factory.mktemp(request.param)
     tensors = tensors_with_head(request.param, folder, layer=FAMILIES[request.param])
-    draft = trained(with_head(folder, tensors), steps=40).weights.draft
-    assert draft is not None
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    whole = {**tensors, "mtp.fc.weight": draft.mix.float()}
-    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def decoder(folder: Path) -> Decoder:
-    return with_head(folder, read_safetensors(folder))
+    return trained(with_head(folder, tensors), steps=40)
 
 
 def hand_over(sender: ParityRank, receiver: ParityRank, prompt: tuple[int, ...]) -> tuple[int, int]:
@@ -82,43 +64,3 @@ def test_drafts_behind_a_handover(decoder: Decoder) -> None:
             assert_cache_is_dense(decode, decode.drafter, request, decoder)
             known, held = (*request.tokens, *known[:5]), held + told[2]
     assert held > 0
-
-
-@pytest.mark.slow
-def test_two_shims(folder: Path) -> None:
-    """Over sockets: the decode shim answers as it does alone, having computed little, and its drafts hold as often."""
-    from shim_process import metric, running_shim
-
-    common = ("--model", str(folder), "--speculative", "draft:3", "--pool-tokens", "2048")
-    prompt = prompts()["c"]
-    with (
-        running_shim(*common, "--role", "prefill", "--bootstrap-port", "0") as prefill,
-        running_shim(*common, "--role", "decode") as decode,
-        httpx.Client(base_url=decode.url, timeout=20) as client,
-    ):
-        meeting = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": int(prefill.ready["bootstrap"]),
-            "bootstrap_room": 1,
-        }
-
-        def ask(url: str, **fields: object) -> dict[str, object]:
-            body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True, **fields}
-            answer = httpx.post(url + "/v1/completions", json={"temperature": 0, **body}, timeout=20)
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]["token_ids"]
-
-        def counts() -> tuple[float, float, float]:
-            names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "request_prefill_kv_computed")
-            total, accepted = (metric(client, f"vllm:{name}_total") for name in names[:2])
-            return total, accepted, metric(client, f"vllm:{names[2]}_tokens_sum")
-
-        alone = ask(decode.url, cache_salt="alone")
-        first = counts()
-        with ThreadPoolExecutor(2) as pool:
-            _, handed = pool.map(lambda url: ask(url, **meeting), (prefill.url, decode.url))
-        second = [now - before for now, before in zip(counts(), first, strict=True)]
-    assert handed == alone
-    assert second[:2] == list(first[:2])
-    assert 0 < second[1] < second[0]
-    assert second[2] <= 16 < first[2]
