@@ -39,6 +39,7 @@ class Exchange:
         "endpoint",
         "id_line",
         "is_held_open",
+        "is_over",
         "on_finish",
         "priority",
         "request",
@@ -76,6 +77,8 @@ class Exchange:
         self.on_finish: Callable[[], None] | None = None
         #: Comments have been sent: a stream is open, and what follows can only be events.
         self.is_held_open = False
+        #: It has been counted, and whatever goes wrong after that is none of its.
+        self.is_over = False
         #: What has it now, and hears of its end.
         self.stage: Stage | None = None
         self._instruments = instruments
@@ -143,7 +146,7 @@ class Exchange:
     def fail(self, error: BaseException) -> None:
         """Answer with an error, in a stream that has been kept open as its last event."""
         client = self.client
-        if not client.gone:
+        if not client.gone and not self.is_over:
             known = error if isinstance(error, RequestError) else RequestError("The router failed on this request.")
             self._instruments.error(known.counted_as)
             if self.trace is not None:
@@ -157,7 +160,10 @@ class Exchange:
         self.finish()
 
     def finish(self) -> None:
-        """It is over: count it, and let the connection go on."""
+        """It is over: count it, once, and let the connection go on."""
+        if self.is_over:
+            return
+        self.is_over = True
         instruments, client = self._instruments, self.client
         instruments.inflight -= 1
         instruments.request(self._path, self.status, seconds=client.clock() - self.started_seconds)

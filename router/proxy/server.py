@@ -87,9 +87,12 @@ class ClientConnection:
             self._pause_reading()
 
     def eof_received(self) -> None:
-        """A client that has said its last word while it is being answered has left."""
-        if (self._busy or self._queue) and self._transport is not None:
-            self._transport.abort()
+        """A client that has said its last word while it is being answered has left.
+
+        A TLS transport may read that word within its own ``close``, and is not to be aborted then.
+        """
+        if (self._busy or self._queue) and not self.gone:
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watchdog.stop()

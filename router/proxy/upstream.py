@@ -303,6 +303,8 @@ class UpstreamConnection:
                 head.content_type = value.lower()
             elif lowered == names.CONTENT_ENCODING:
                 head.encoded = value.lower() != b"identity"
+        if status == 204:  # which has no length either, RFC 9110 8.6
+            self._length = None
         self._head = head
         head.ends_with_connection = not head.has_length and not is_chunked
         # Of which the parser could not say anything else another time.

@@ -32,6 +32,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 #: Chunk framing and trailers may weigh this many times the body they carry; one-byte chunks weigh six times.
 _MAX_FRAMING_RATIO: Final = 8
+#: A body that comes in more pieces is put together meanwhile: small chunks weigh much more apart than as bytes.
+_MAX_PIECES: Final = 64
 #: Requests that are taken out of one piece of what a client sends; each is an object, and is served before others are.
 _MAX_AT_ONCE: Final = 256
 #: Headers that decide how a request is framed and whether it is valid.
@@ -118,6 +120,8 @@ class RequestReader:
         self._headers: list[Header] = []
         self._request: HttpRequest | None = None
         self._ready: list[HttpRequest | RequestError] = []
+        # A body: what has been put together, and the pieces that follow.
+        self._whole = bytearray()
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._framing: bytes | None = None
@@ -220,7 +224,12 @@ class RequestReader:
         if self.phase is not Phase.BROKEN:
             self.phase = Phase.BROKEN
             self._ready.append(error)
-            self._body = []
+            self._forget_body()
+
+    def _forget_body(self) -> None:
+        self._body = []
+        if self._whole:
+            self._whole = bytearray()
 
     # --- called by the parser -------------------------------------------------------------------
 
@@ -272,22 +281,30 @@ class RequestReader:
             self._refuse(self._body_too_large())
         else:
             self._body.append(body)
+            if len(self._body) == _MAX_PIECES:
+                self._whole += b"".join(self._body)
+                self._body.clear()
 
     def on_message_complete(self) -> None:
         if self.phase is not Phase.BODY or (self._parser.should_upgrade() and self._framing is not None):
             return
         assert self._request is not None
         body = self._body
-        if body:
+        if self._whole:
+            self._whole += b"".join(body)
+            self._request.body = bytes(self._whole)
+            self._forget_body()
+        elif body:
             self._request.body = body[0] if len(body) == 1 else b"".join(body)
             self._body = []
+        if len(self._ready) == _MAX_AT_ONCE:
+            message = f"No more than {_MAX_AT_ONCE} requests may be sent at once."
+            self._refuse(TooManyRequests(message, code="too_many_pipelined"))
+            return
         self.phase = Phase.IDLE
         self.awaits_continue = False
         self._ready.append(self._request)
         self._request = None
-        if len(self._ready) > _MAX_AT_ONCE:
-            message = "So many requests may not be sent without waiting for an answer."
-            self._refuse(TooManyRequests(message, code="too_many_pipelined"))
 
     # --- rules ----------------------------------------------------------------------------------
 

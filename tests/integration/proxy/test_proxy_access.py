@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,8 @@ from router.errors import ConfigError
 from router.settings import ServerSettings, UpstreamSettings
 from router.tls import Certificate
 from tests.fakes.certificates import make_certificate, trusting
-from tests.fakes.fault_worker import OK_BODY, FaultWorker
-from tests.fakes.proxy_rig import CHAT, rig, target, until
+from tests.fakes.fault_worker import OK_BODY, FaultWorker, Script, chunk, stream_head
+from tests.fakes.proxy_rig import CHAT, DELTA, rig, target, until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -120,6 +121,53 @@ async def test_everything_works_over_tls(tmp_path: Path) -> None:
         assert (await client.answer()).status == 200
         await client.close()
         assert len(worker.requests[0].body) > 3_000_000
+
+
+async def last_words(port: int, trust: ssl.SSLContext, data: bytes, *, pause: float) -> None:
+    """Shake hands, send ``data``, say goodbye ``pause`` seconds later, in the same piece of TCP if 0; then leave."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = trust.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while True:
+        with suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+            break
+        writer.write(outgoing.read())
+        incoming.write(await reader.read(65536))
+    tls.write(data)
+    if pause:
+        writer.write(outgoing.read())
+        await asyncio.sleep(pause)
+    with suppress(ssl.SSLWantReadError, ssl.SSLError):
+        tls.unwrap()
+    writer.write(outgoing.read())
+    with suppress(OSError):
+        await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_goodbye_over_tls_is_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, answers: bool
+) -> None:
+    """A goodbye that is read only when the connection is closed ends no request a second time: behind more requests
+    than are read, of which the first is answered until the close; behind one that is refused at once, and is the last.
+    """
+    certificate = Certificate(*make_certificate(tmp_path))
+    trust = trusting(tmp_path / "server.pem")
+    body = json.dumps({**ASK, "stream": True}).encode()
+    version, connection, copies, pause = (b"1.0", b"keep-alive", 12, 0.05) if answers else (b"1.1", b"close", 2, 0)
+    head = b"POST /v1/chat/completions HTTP/%b\r\nhost: a\r\nconnection: %b\r\ncontent-length: %d\r\n\r\n"
+    data = (head % (version, connection, len(body)) + body) * copies
+    script: Script = (stream_head(), chunk(DELTA), 0.1, chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    async with (
+        FaultWorker([script]) as worker,
+        rig(*[target(worker.port)] * answers, tls=certificate.context) as it,
+    ):
+        await last_words(it.port, trust, data, pause=pause)
+        await until(lambda: it.count("homing_connections") == 0)
+        assert it.count("homing_inflight_requests") == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_plain_text_gets_no_answer_from_a_tls_door(tmp_path: Path) -> None:

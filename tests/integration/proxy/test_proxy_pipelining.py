@@ -107,7 +107,8 @@ async def test_no_more_at_once_than_may() -> None:
         writer.write(1000 * b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
         async with asyncio.timeout(5):
             said = await reader.read()
-        assert 256 <= said.count(b"HTTP/1.1 200 ") < 1000
+        assert said.count(b"HTTP/1.1 200 ") % 256 == 0  # as the kernel cuts it, mostly in one piece
+        assert b"HTTP/1.1 200 " in said
         assert said.count(b"HTTP/1.1 429 ") == 1
         assert b'"too_many_pipelined"' in said
         writer.close()

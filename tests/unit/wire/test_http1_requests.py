@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import h11
@@ -97,10 +98,12 @@ REFUSED = {
     "a tunnel": post(start=b"CONNECT a:1 HTTP/1.1", body=b""),
     "TLS": bytes.fromhex("1603010200010001fc0303"),
 }
-#: h11 refuses these, this reader does not: RFC 9112 2.2 asks servers to skip empty lines before a request, and
-#: two spaces after the method leave method and target what they are.
+#: h11 refuses these, this reader does not: RFC 9112 2.2 asks servers to skip empty lines before a request and lets a
+#: lone LF end one there, and two spaces leave method, target and version what they are.
 TOLERATED = {
     "empty line first": b"\r\n" + post(b"Content-Length: 2"),
+    "a lone LF first": b"\n" + post(b"Content-Length: 2"),
+    "two spaces before the version": post(b"Content-Length: 2", start=b"POST /a  HTTP/1.1"),
     "two spaces after the method": post(b"Content-Length: 2", start=b"POST  /a HTTP/1.1"),
 }
 
@@ -150,6 +153,36 @@ def test_harmless_oddities_are_read(name: str) -> None:
     assert isinstance(request, HttpRequest)
     assert (request.head.target, request.body) == (b"/a", b"hi")
     assert h11_body(TOLERATED[name]) is None
+
+
+def test_small_chunks_are_kept_as_bytes() -> None:
+    """A body weighs what it weighs, however small the chunks that it comes in, and is the same."""
+    body = bytes(range(256)) * 2048
+    wire = b"".join(b"2\r\n%b\r\n" % body[at : at + 2] for at in range(0, len(body), 2))
+    it = reader(max_body_bytes=1 << 20)
+    it.feed(post(CHUNKED, body=b""))
+    tracemalloc.start()
+    try:
+        for at in range(0, len(wire), 10_000):
+            assert it.feed(wire[at : at + 10_000]) == []
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1.5 * len(body)
+    assert most < 3 * len(body)
+    (request,) = it.feed(b"0\r\n\r\n" + post(b"Content-Length: 2"))[:1]
+    assert isinstance(request, HttpRequest)
+    assert request.body == body
+
+
+def test_so_many_may_come_at_once() -> None:
+    """256 requests in one piece are read; the next is refused."""
+    piece = post(body=b"", start=b"GET /a HTTP/1.1")
+    assert [type(item) for item in reader().feed(piece * 256)] == [HttpRequest] * 256
+    *answered, refusal = reader().feed(piece * 257)
+    assert [type(item) for item in answered] == [HttpRequest] * 256
+    assert isinstance(refusal, RequestError)
+    assert refusal.code == "too_many_pipelined"
 
 
 ALL = {**VALID, **REFUSED, **TOLERATED}
