@@ -200,3 +200,12 @@ async def test_connection_that_said_more_than_asked_is_not_used_again(more: byte
         for _ in range(2):
             assert (await it.ask(ASK)).body == b"{}"
         assert worker.connections == 2
+
+
+async def test_an_answer_without_content_has_no_length() -> None:
+    """204 says that there is no body; a length beside it, which some workers add, is not passed on (RFC 9110 8.6)."""
+    script: Script = (b"HTTP/1.1 204 No Content\r\ncontent-length: 0\r\n\r\n",)
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(ASK)
+    assert (answer_.status, answer_.body) == (204, b"")
+    assert "content-length" not in answer_.headers
