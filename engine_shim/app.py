@@ -216,14 +216,19 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
         return functools.partial(
             SimRunner, times, token_ids=_word_ids(card.tokenizer), answer_length=_answer_length(settings, card)
         )
-    kernels = _kernels_attend(settings)
     decoder = _torch_decoder(settings, card)
-    if settings.drafts is DraftKind.HEAD and decoder.weights.draft is None:
-        raise StartError("speculative: the model has no draft head (weights named mtp.*)")
+    from engine_shim.attention.choice import choose_attention
     from engine_shim.offload.barrier import LayerBarrier
     from engine_shim.runner.torch_runner import TorchRunner
     from engine_shim.speculative.head import HeadDrafter
     from engine_shim.speculative.ngram import NgramDrafter
+
+    try:
+        attention = choose_attention(settings, head_dim=decoder.config.head_dim, dtype=decoder.dtype)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+    if settings.drafts is DraftKind.HEAD and decoder.weights.draft is None:
+        raise StartError("speculative: the model has no draft head (weights named mtp.*)")
 
     def torch_runner() -> TorchRunner:
         barrier = LayerBarrier()
@@ -238,7 +243,8 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
             layout,
             drafter=drafter,
             barrier=barrier,
-            kernels=kernels,
+            kernels=attention is AttentionKind.TRITON,
+            flashinfer=attention is AttentionKind.FLASHINFER,
             graph_decodes=settings.graph_decodes,
             overlaps=settings.overlaps,
         )
@@ -254,22 +260,6 @@ def _check_tails(settings: ShimSettings, layout: CacheLayout) -> None:
         raise StartError("window_tails: a recurrent state cannot be rebuilt, so windows beside one have to be stored")
     if settings.window_tails is WindowTails.RING and settings.role is not Role.UNIFIED:
         raise StartError("window_tails: what is in a ring is not handed over; use stored or rebuilt, or no role")
-
-
-def _kernels_attend(settings: ShimSettings) -> bool:
-    """Whether Triton's kernels attend; raises ``StartError`` where they are asked for and cannot."""
-    installed = find_spec("triton") is not None
-    can = installed and settings.device is Device.CUDA and settings.window_tails is WindowTails.STORED
-    kernels = settings.attention is AttentionKind.TRITON or (settings.attention is AttentionKind.AUTO and can)
-    if kernels and not installed:
-        raise StartError("attention: triton is not installed: pip install 'homing[kernels]'")
-    if kernels and settings.device is Device.CPU and os.environ.get("TRITON_INTERPRET") != "1":
-        raise StartError("attention: on the CPU Triton only has its interpreter, for tests: TRITON_INTERPRET=1")
-    if settings.graph_decodes and not kernels:
-        raise StartError("graph_decodes: only Triton's kernels can be captured; use --attention triton")
-    if settings.graph_decodes and settings.drafts is not None:
-        raise StartError("graph_decodes: steps with drafts are not captured; leave out one of the two")
-    return kernels
 
 
 def _shadowed(

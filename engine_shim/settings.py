@@ -52,11 +52,12 @@ class Device(StrEnum):
 
 
 class AttentionKind(StrEnum):
-    """What attends over the cache: torch, which gathers pages first, or Triton's kernels, which read them in place."""
+    """What attends over the cache: torch, which gathers pages first, or kernels, which read them in place."""
 
     AUTO = "auto"
     TORCH = "torch"
     TRITON = "triton"
+    FLASHINFER = "flashinfer"
 
 
 class Dtype(StrEnum):
@@ -97,7 +98,8 @@ class ShimSettings(BaseModel):
     threads: _Positive = Field(1, description="CPU threads of torch.")
     attention: AttentionKind = Field(
         AttentionKind.AUTO,
-        description="What attends over the cache. auto: triton on CUDA where it is installed, else torch.",
+        description="What attends over the cache. auto: on CUDA flashinfer where it is installed and fits, else triton "
+        "where that is; torch elsewhere.",
     )
     graph_decodes: Annotated[int, Field(ge=0)] = Field(
         0, description="triton: steps of up to so many decodes are replayed as CUDA graphs; 0 for none."

@@ -26,7 +26,7 @@ from engine_shim.attention.plan import make_plan
 from engine_shim.attention.tables import page_tables
 from engine_shim.bench.dense import DenseLoop
 from engine_shim.model.config import ModelConfig, from_hugging_face
-from engine_shim.model.decoder import Decoder, LayerWeights, Weights
+from engine_shim.model.decoder import Attention, Decoder, LayerWeights, Weights
 from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Request, Sampling
@@ -87,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     checks = {"kernels": check_kernels(device), "decode_steps": check_decode_steps(device)}
     if on_gpu:
         checks["far_pages"] = check_far_pages(device)
+        if find_spec("flashinfer") is not None:
+            checks["flashinfer"] = check_flashinfer(device)
         report["speeds"] = {"shape": shape, **measure(shape, device)}
     report["checks"] = checks
     return _print(report, status=0 if all(check["passed"] for check in checks.values()) else 1)
@@ -122,10 +124,34 @@ def check_kernels(device: torch.device) -> dict[str, object]:
     return {"passed": passed, "greatest_difference": found}
 
 
+def check_flashinfer(device: torch.device) -> dict[str, object]:
+    """FlashInfer's kernels on random pages, decodes alone and beside chunks, against torch."""
+    from engine_shim.attention.flashinfer_attention import FlashInfer
+
+    def attention(pools: Pools, chunks: Sequence[Chunk], heads: int, scale: float) -> Attention:
+        return FlashInfer(pools, heads=heads, scale=scale).plan(chunks)
+
+    batches = [[(3, 1), (900, 1), (31, 1)], [(900, 1), (0, 70), (333, 90)]]
+    worst = max(_difference(batch, device, torch.bfloat16, attention) for batch in batches)
+    return {"passed": worst < _TOLERANCES[torch.bfloat16], "greatest_difference": worst}
+
+
 def _kernel_difference(lengths: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> float:
-    """Of sequences of so many tokens in the cache and in the batch. How many decode decides how they are split."""
     from engine_shim.attention.kernel_attention import KernelAttention
 
+    def attention(pools: Pools, chunks: Sequence[Chunk], heads: int, scale: float) -> Attention:
+        return KernelAttention(pools, page_tables(chunks, pools.layout, device=device), scale=scale)
+
+    return _difference(lengths, device, dtype, attention)
+
+
+def _difference(
+    lengths: Sequence[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: Callable[[Pools, Sequence[Chunk], int, float], Attention],
+) -> float:
+    """Of sequences of so many tokens in the cache and in the batch. How many decode decides how they are split."""
     torch.manual_seed(0)
     kv_heads, repeats, head_dim = (8, 4, 128) if device.type == "cuda" else (2, 2, 16)
     chunks, page = [], 1
@@ -150,7 +176,7 @@ def _kernel_difference(lengths: Sequence[tuple[int, int]], device: torch.device,
     by_torch = PagedAttention(
         exact, make_plan(Batch(tuple(chunks)), layout, device=device, dtype=torch.float32), scale=scale
     )
-    by_kernels = KernelAttention(pools, page_tables(chunks, layout, device=device), scale=scale)
+    by_kernels = attention(pools, chunks, kv_heads * repeats, scale)
     differences = [
         by_kernels(layer, query, key, value).float() - by_torch(layer, query.float(), key.float(), value.float())
         for layer in (0, 1)

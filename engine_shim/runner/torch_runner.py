@@ -24,6 +24,7 @@ from engine_shim.speculative.drafter import Drafter
 from engine_shim.types import Batch, CacheLayout, Sampled, StepLanding
 
 if TYPE_CHECKING:
+    from engine_shim.attention.flashinfer_attention import FlashInfer
     from engine_shim.runner.graphs import DecodeGraphs
 
 
@@ -41,10 +42,12 @@ class TorchRunner:
         drafter: Drafter | None = None,
         barrier: LayerBarrier | None = None,
         kernels: bool = False,
+        flashinfer: bool = False,
         graph_decodes: int = 0,
         overlaps: bool = False,
     ) -> None:
-        """``barrier`` is the one that the drafter waits at, too. With ``kernels`` Triton's attend, not torch.
+        """``barrier`` is the one that the drafter waits at, too. With ``kernels`` Triton's attend, not torch; with
+        ``flashinfer`` FlashInfer's.
 
         Without a drafter, steps of up to ``graph_decodes`` decodes then run as graphs (``graphs``). ``overlaps``: on
         the CPU launched steps run in a thread of their own; CUDA's stream is one already.
@@ -76,6 +79,7 @@ class TorchRunner:
         self._succession = Succession() if decoder.device.type == "cpu" and not kernels else None
         self._drafter = drafter
         self._kernels = kernels
+        self._flashinfer = self._new_flashinfer() if flashinfer else None
         self._graphs = self._new_graphs(graph_decodes) if kernels and graph_decodes and drafter is None else None
         has_stream = not overlaps or decoder.device.type == "cuda"
         self._thread = None if has_stream else ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -190,7 +194,7 @@ class TorchRunner:
             fills_awaited=fills_awaited,
             device=self.decoder.device,
             dtype=self.decoder.dtype,
-            segments=not self._kernels,
+            segments=not self._kernels and self._flashinfer is None,
             succession=self._succession,
         )
 
@@ -205,12 +209,19 @@ class TorchRunner:
 
     def _attention(self, plan: Plan) -> Attention:
         scale = self.decoder.config.attention_scale
+        if self._flashinfer is not None:
+            return self._flashinfer.plan(plan.chunks)
         if not self._kernels:
             return PagedAttention(self.pools, plan, scale=scale)
         from engine_shim.attention.kernel_attention import KernelAttention  # imports triton
 
         tables = page_tables(plan.chunks, self.layout, device=self.decoder.device)
         return KernelAttention(self.pools, tables, scale=scale)
+
+    def _new_flashinfer(self) -> FlashInfer:
+        from engine_shim.attention.flashinfer_attention import FlashInfer  # imports flashinfer
+
+        return FlashInfer(self.pools, heads=self.decoder.config.heads, scale=self.decoder.config.attention_scale)
 
     def _new_graphs(self, largest: int) -> DecodeGraphs:
         from engine_shim.runner.graphs import DecodeGraphs  # imports triton

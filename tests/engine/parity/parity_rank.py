@@ -40,6 +40,7 @@ class ParityRank:
         drafter: Drafter | Callable[[CacheLayout], Drafter] | None = None,
         draft_tokens: int = 0,
         kernels: bool = False,
+        flashinfer: bool = False,
         graph_decodes: int = 0,
         window_tails: WindowTails = WindowTails.STORED,
         overlaps: bool = False,
@@ -60,6 +61,7 @@ class ParityRank:
             self.layout,
             drafter=self.drafter,
             kernels=kernels,
+            flashinfer=flashinfer,
             graph_decodes=graph_decodes,
             overlaps=overlaps,
         )
