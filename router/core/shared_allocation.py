@@ -62,9 +62,15 @@ class SharedAllocation:
 
     def heard_tokens(self, *, block_tokens: int) -> int:
         """How many tokens it has, as far as has been heard."""
-        return self.prompt_tokens if self.heard <= self.prompt_blocks else self.heard * block_tokens + 1
+        if self.heard == self.prompt_blocks:
+            return self.prompt_tokens
+        return self.heard * block_tokens + (self.heard > self.prompt_blocks)
 
     def unheard_blocks(self, *, block_tokens: int) -> int:
+        """How many blocks it has, or is about to have, of which no event has told."""
+        return max(0, self.prompt_blocks - self.heard) + self.unheard_answer(block_tokens=block_tokens)
+
+    def unheard_answer(self, *, block_tokens: int) -> int:
         """How many blocks its answer has filled of which no event has told."""
         return max(0, self.filled(block_tokens=block_tokens) - max(0, self.heard - self.prompt_blocks))
 

@@ -5,6 +5,9 @@ which they did, then those that wait. Each touches what it finds in all groups, 
 rest, never cached ones first, and lets go of what has left its windows one step later. A request that does not fit
 waits until those before it have done that, then until one ends: the one that runs longest is taken to be it.
 
+Where groups keep recurrent state a prompt is computed in steps that end where state is kept, and others are scheduled
+between them. From state that another computes in the same step a request cannot go on: it waits for the next.
+
 The pool numbers its cached blocks in the order in which it would give them up, so that what has been given up is known
 by one number, the ``front``. Along a chain those numbers fall, as a request lets go of its tail first: where a chain
 breaks off is found by halving. So a request costs little more than what its windows hold, however long it is.
@@ -12,13 +15,14 @@ breaks off is found by halving. So a request costs little more than what its win
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from router.core.block_queue import HELD, Block, Copy, Front, Tail
+from router.core.block_queue import HELD, Copy, Tail
+from router.core.foretold_queue import ForetoldQueue
 from router.core.recency import common_blocks
 from router.core.shared_allocation import Due, SharedAllocation
 from router.core.usable import Mask, boundary
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
 class _Run:
     """A request that runs. Of the dense group it holds the first ``length`` blocks, of which ``found`` were there, and
     one that is begun; of each other group ``tables`` from block ``first`` on, None for what is not cached.
+
+    ``stops`` are the blocks that the steps of its prompt which are to come end with, ``ends`` those behind which it
+    leaves what it takes to go on. ``has_begun``: the first block that is to come is there.
     """
 
     allocation: SharedAllocation
@@ -38,32 +45,21 @@ class _Run:
     length: int
     tables: dict[int, list[Copy | None]]
     first: dict[int, int]
+    stops: list[int] = field(default_factory=list)
+    ends: Set[int] = frozenset()
+    has_begun: bool = False
     is_heard: bool = False
     is_prefilled: bool = False
 
 
-class SharedForecast:
+class SharedForecast(ForetoldQueue):
     """A pool once all requests under way have their blocks. Good as long as nothing changes in the pool."""
 
     def __init__(self, pool: SharedPool, due: Iterable[tuple[SharedAllocation, Due]], *, room: int, free: int) -> None:
-        """``room`` blocks are not cached and free, fewer than none where some went of which no event told yet; ``free``
-        are, cached or not.
-        """
-        self._pool = pool
-        self._room = room
-        self._free = free
-        self._front = Front(pool.queue)
-        self._spans: list[Tail] = []  # of the dense group: touched
-        self._moved: set[Copy] = set()  # of the others: touched
-        self._moved_numbers: list[int] = []
-        self._named: dict[Block, list[Copy]] = {}  # of the others: stored since
-        self._block_of: dict[Copy, Block] = {}  # of those
-        self._pins: dict[Copy, int] = {}  # of the others, where they are no more those of the pool
-        self._lost: set[Copy] = set()  # given up after having been let go of
-        self._tail: OrderedDict[Copy | Tail, None] = OrderedDict()  # let go of since
-        self._serial = 0
+        super().__init__(pool, room=room, free=free)
         self._runs: dict[SharedAllocation, _Run] = {}
         self._over: list[_Run] = []
+        self._fresh: set[Copy | None] = set()  # states that are computed in the step that is gone through
         self._waiting_to_end = deque(pool.running)
         self._take(0)
         for allocation, what in due:
@@ -106,10 +102,17 @@ class SharedForecast:
         pool = self._pool
         heard = allocation.heard
         tables = {
-            group: [*(copy if copy in pool.queue.order else None for copy in allocation.tables[group]), None]
+            group: [copy if copy in pool.queue.order else None for copy in allocation.tables[group]]
             for group in pool.rules
         }
+        if pool.begun_blocks(allocation):
+            for table in tables.values():
+                table.append(None)
         run = _Run(allocation, heard, heard, tables, dict(allocation.first), is_heard=True, is_prefilled=True)
+        if heard < allocation.prompt_blocks:
+            run.stops, run.is_prefilled = [allocation.prompt_blocks], False
+            run.ends = {(allocation.prompt_tokens - 1) // pool.block_tokens}
+            run.has_begun = pool.begun_blocks(allocation) > 0
         self._runs[allocation] = run
         return run
 
@@ -130,15 +133,6 @@ class SharedForecast:
         end = bisect_left(range(limit), True, lo=start, key=lambda at: number(keys[at]) < front)
         return self._cut_lost(keys, end)
 
-    def _found(self, block: Block) -> Copy | None:
-        """The copy of a block of another group than the dense one that a request would find."""
-        pool = self._pool
-        for copy in pool.queue.copies(block):
-            is_left = pool.queue.order[copy] >= self._front.number or copy in pool.queue.pins or copy in self._moved
-            if is_left and copy not in self._lost:
-                return copy
-        return next(iter(self._named.get(block, ())), None)
-
     # --- requests -------------------------------------------------------------------------------------
 
     def add(self, allocation: SharedAllocation) -> None:
@@ -149,9 +143,10 @@ class SharedForecast:
             if begun_at is not None and begun_at < allocation.sent_at:
                 self._slide(run)
         keys, limit, size = allocation.keys, allocation.prompt_blocks, pool.block_tokens
+        blocks, most = -(-allocation.prompt_tokens // size), (allocation.prompt_tokens - 1) // size
         while True:
             masks = {group: self.mask(group, _nowhere, bit=1) for group in pool.rules}
-            known = self._known_prefix(keys, limit)
+            known = self._known_prefix(keys, most)
             found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules)
             first = {group: pool.first_held(group, found * size) for group in pool.rules}
             held = {
@@ -162,11 +157,16 @@ class SharedForecast:
             tails = self._tails_of(keys, found)
             span = self._idle_span(keys, found)
             idle += span.stop - span.start + sum(stop - tail.start for tail, stop in tails)
-            ends = {(allocation.prompt_tokens - 1) // size, max(known, found)} - {found}
-            states = sum(rule.is_state for rule in pool.rules.values())  # of which one is kept at each end
-            new = states * (1 + len(ends)) + (len(pool.groups) - states) * (limit - found + 1)
+            ends = {most, max(known, found)} - {found}
+            states = [group for group, rule in pool.rules.items() if rule.is_state]
+            new = len(states) + (len(pool.groups) - len(states)) * (blocks - found)
+            if any(copy in self._fresh for group in states for copy in held[group]) and self._wait():
+                continue  # state can be gone on from one step after it was computed
             if idle + new <= self._free or not self._wait():
                 break
+        stops = [limit]
+        if states:
+            stops = [*sorted({*ends, limit}), *([limit] if blocks > limit and limit in ends else [])]
         if span.start < span.stop:
             self._spans.append(span)
             self._free -= span.stop - span.start
@@ -178,33 +178,51 @@ class SharedForecast:
         for copies in held.values():
             for copy in copies:
                 self._pin(copy)
-        self._take(new)
-        self._lost.difference_update(keys[found:limit])
-        run = _Run(allocation, found, limit, {}, first)
-        for group, rule in pool.rules.items():
-            kept = rule.kept(found, limit, ends=ends, keeps_all=pool.keeps_all.get(group, False))
-            if rule.is_state:  # between the states it begins and ends with there is none
-                kept = [at for at in kept if at + 1 in ends]
-            copies = list(self._name([pool.block(group, keys[at]) for at in kept]))
-            if rule.is_state:
-                run.tables[group] = [*held[group], *copies, None]
-                run.first[group] = limit + 1 - len(run.tables[group])
-                continue
-            table: list[Copy | None] = [*held[group], *[None] * (limit - found + 1)]
-            for at, copy in zip(kept, copies, strict=True):
-                table[at - first[group]] = copy
-            run.tables[group] = table
+        run = _Run(allocation, found, found, {group: [*copies] for group, copies in held.items()}, first, stops, ends)
         self._runs[allocation] = run
         self._waiting_to_end.append(allocation)
-        if allocation.begun_at is not None and allocation.generated is not None:
-            self._fill(run)
+        self._advance(run)
+        if allocation.begun_at is not None:
+            while run.stops:
+                self._advance(run)
+            if allocation.generated is not None:
+                self._fill(run)
+
+    def _advance(self, run: _Run) -> None:
+        """The next step of its prompt: it lets go of what it has left, and takes the blocks of what is computed."""
+        pool, allocation, size = self._pool, run.allocation, self._pool.block_tokens
+        keys, start, stop = allocation.keys, run.length, run.stops.pop(0)
+        if start > run.found:
+            self._let_go_of_left(run, start * size)
+        begun = not run.stops and allocation.prompt_tokens % size > 0
+        states = sum(rule.is_state for rule in pool.rules.values())
+        self._take(states + (len(pool.groups) - states) * (stop - start + begun) - len(pool.groups) * run.has_begun)
+        self._lost.difference_update(keys[start:stop])
+        run.length = stop
+        for group, rule in pool.rules.items():
+            kept = rule.kept(start, stop, ends=run.ends, keeps_all=pool.keeps_all.get(group, False))
+            if rule.is_state:  # between the states it begins and ends with there is none
+                kept = [at for at in kept if at + 1 == stop]
+            copies = dict(zip(kept, self._name([pool.block(group, keys[at]) for at in kept]), strict=True))
+            last = stop + begun
+            if run.has_begun:
+                run.tables[group].pop()
+            run.tables[group] += [copies.get(at) for at in range(last - 1 if rule.is_state else start, last)]
+            if rule.is_state:
+                run.first[group] = last - len(run.tables[group])
+                self._fresh.update(copies.values())
+        run.has_begun = False
 
     def _wait(self) -> bool:
         """What an engine does until there is more room. False: nothing more will come of it."""
         begun = [run for run in self._runs.values() if not run.is_prefilled]
+        self._fresh.clear()
         if begun:
             for run in begun:
-                self._slide(run)
+                if run.stops:
+                    self._advance(run)
+                else:
+                    self._slide(run)
             return True
         if self._waiting_to_end:
             self._end(self._waiting_to_end[0])
@@ -212,10 +230,18 @@ class SharedForecast:
         return False
 
     def _slide(self, run: _Run) -> None:
-        """The step of a prompt is done."""
-        if not run.is_prefilled:
-            run.is_prefilled = True
-            self._let_go_of_left(run, run.allocation.prompt_tokens)
+        """All steps of a prompt are done, and the next one comes."""
+        if run.is_prefilled:
+            return
+        while run.stops:
+            self._advance(run)
+        run.is_prefilled = True
+        self._fresh.difference_update(*run.tables.values())
+        self._let_go_of_left(run, run.allocation.prompt_tokens)
+        if run.allocation.prompt_tokens % self._pool.block_tokens == 0:
+            self._take(len(self._pool.groups))
+            for table in run.tables.values():
+                table.append(None)
 
     def _let_go_of_left(self, run: _Run, tokens: int) -> None:
         """So many tokens are computed: windows let go of what they have left."""
@@ -227,9 +253,12 @@ class SharedForecast:
             self._let_go(gone if rule.is_state else gone[::-1])
 
     def _fill(self, run: _Run) -> None:
-        """Its answer fills blocks of which nobody has heard the names yet."""
+        """Its answer fills blocks of which nobody has heard the names yet, or its prompt goes on."""
+        if run.stops and run.allocation.generated is None:
+            self._advance(run)
+            return
         self._slide(run)
-        for _ in range(self._pool.unheard_blocks(run.allocation)):
+        for _ in range(run.allocation.unheard_answer(block_tokens=self._pool.block_tokens)):
             run.length += 1
             self._begin_block(run)
 
@@ -304,88 +333,6 @@ class SharedForecast:
                 if stop > tail.start:
                     tails.append((tail, stop))
         return tails
-
-    # --- blocks of the other groups -----------------------------------------------------------------------
-
-    def _name(self, blocks: Sequence[Block]) -> Sequence[Copy]:
-        """Blocks that somebody holds are cached from now on."""
-        copies = range(-self._serial - 1, -self._serial - len(blocks) - 1, -1)
-        self._serial += len(blocks)
-        for copy, block in zip(copies, blocks, strict=True):
-            self._named.setdefault(block, []).append(copy)
-        self._block_of.update(zip(copies, blocks, strict=True))
-        self._pins.update(dict.fromkeys(copies, 1))
-        return copies
-
-    def _pins_of(self, copy: Copy) -> int:
-        pins = self._pins.get(copy)
-        return self._pool.queue.pins.get(copy, 0) if pins is None else pins
-
-    def _pin(self, copy: Copy) -> None:
-        pins = self._pins_of(copy)
-        self._pins[copy] = pins + 1
-        if pins:
-            return
-        self._free -= 1
-        if copy in self._tail:
-            del self._tail[copy]
-        else:
-            self._moved.add(copy)
-            insort(self._moved_numbers, self._pool.queue.order[copy])
-
-    def _let_go(self, copies: Sequence[Copy | None]) -> None:
-        """The first goes first."""
-        for copy in copies:
-            pins = 1 if copy is None else self._pins_of(copy)
-            if copy is not None:
-                self._pins[copy] = max(0, pins - 1)
-            if pins != 1:
-                continue
-            self._free += 1
-            if copy is None:
-                self._room += 1
-            else:
-                self._tail[copy] = None
-
-    # --- the queue ----------------------------------------------------------------------------------------
-
-    def _take(self, count: int) -> None:
-        """Take free blocks, of the cached ones those first that were let go of longest ago."""
-        self._free -= count
-        self._room -= count
-        if self._room >= 0:
-            return
-        lacking = self._front.give_up(-self._room, touched=self._touched)
-        self._room = 0
-        self._take_let_go(lacking)
-
-    def _touched(self) -> int:
-        """Of the blocks that lie before the front so many have been touched before it came to them."""
-        return bisect_left(self._moved_numbers, self._front.number) + sum(map(self._touched_of, self._spans))
-
-    def _touched_of(self, span: Tail) -> int:
-        keys, number, front = span.keys, self._pool.queue.number, self._front.number
-        passed = bisect_left(range(span.stop), True, lo=span.start, key=lambda at: number(keys[at]) < front)
-        return span.stop - passed
-
-    def _take_let_go(self, count: int) -> None:
-        """Nothing is left of what was free at first."""
-        while count and self._tail:
-            tail = next(iter(self._tail))
-            if isinstance(tail, Tail):
-                stop = max(tail.start, tail.stop - count)
-                self._lost.update(tail.keys[stop : tail.stop])
-                count -= tail.stop - stop
-                tail.stop = stop
-                if tail.start < stop:
-                    return
-            else:
-                count -= 1
-                if (block := self._block_of.get(tail)) is not None:
-                    self._named[block].remove(tail)
-                else:
-                    self._lost.add(tail)
-            del self._tail[tail]
 
 
 def _nowhere(key: int) -> None:
