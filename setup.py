@@ -31,7 +31,7 @@ COMPILED = {
         "plane prepared promises relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
-    "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse text_keys",
+    "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse taps text_keys",
 }
 #: Of packages that are there only where their feature is installed, mypy has nothing to look at.
 MYPY_OPTIONS = (

@@ -300,8 +300,11 @@ class Forwarding:
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
         exchange, forwarder = self._exchange, self._forwarder
-        if failure is None and relay.is_cut:
-            failure = Failure(Outcome.RESET, "the worker closed the connection")
+        if failure is None:
+            if relay.is_cut:
+                failure = Failure(Outcome.RESET, "the worker closed the connection")
+        elif failure.outcome is not Outcome.CLIENT_GONE and relay.is_done:
+            failure = None  # all had been said
         if failure is None:
             relay.end()
             if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:

@@ -31,7 +31,7 @@ from router.proxy.outbound import Outbound, rank_in_body
 from router.proxy.types import BROKEN_OFF_HERE, Attempt, Outcome, Prepared
 from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection
 from router.wire import handover
-from router.wire.openai import StreamTap
+from router.wire.taps import StreamTap
 from router.wire.usage import Usage, parse_usage
 
 #: A prefill answer is one token and what tells where its prompt lies; longer ones are not kept.

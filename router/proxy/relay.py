@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from router.errors import RequestError
 from router.proxy.server import ClientConnection
-from router.wire.openai import BodyTap, Endpoint, StreamTap, error_event
+from router.wire.openai import Endpoint, error_event
+from router.wire.taps import BodyTap, StreamTap
 from router.wire.usage import Usage
 
 
@@ -40,7 +41,7 @@ class Relay:
 
     @property
     def is_done(self) -> bool:
-        """The stream's last event has passed: what breaks after it is missed by nobody."""
+        """The stream's last event has come: what breaks after it is missed by nobody."""
         return isinstance(self._tap, StreamTap) and self._tap.is_done
 
     @property

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from router.errors import BadRequest, Dialect, RequestError, openai_error_body
-from router.wire import anthropic, responses, sse
+from router.errors import BadRequest, Dialect, PayloadTooLarge, RequestError, openai_error_body
+from router.wire import anthropic, responses
 from router.wire.frozen import Frozen
-from router.wire.usage import Usage, later_usage, parse_usage
 
 
 class Endpoint(StrEnum):
@@ -40,14 +39,11 @@ class Endpoint(StrEnum):
 #: More than this no model's context holds, and nothing is priced or charged for more, whatever is asked for.
 MAX_TOKENS: Final = 1 << 27
 
-#: How Responses and Anthropic's API end a stream, well or not; the others end it with ``[DONE]``.
-_LAST_EVENTS: Final = (
-    b"event: response.completed",
-    b"event: response.incomplete",
-    b"event: response.failed",
-    b"event: message_stop",
-    b"event: error",
-)
+#: Decoding takes the loop's time by the value, not by the byte; a prompt with so many commas, colons and brackets fills
+#: any model's context. They are counted where a body is long enough to matter.
+_MAX_VALUES: Final = 2_000_000
+_MANY_BYTES: Final = 1 << 20
+
 _ANTHROPIC: Final = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 
 
@@ -73,7 +69,12 @@ class InferenceRequest(Frozen, frozen=True):
 
 
 def parse_request(endpoint: Endpoint, body: bytes) -> InferenceRequest:
-    """Decode and check what the router needs. Raises ``BadRequest``. Other fields are never judged."""
+    """Decode and check what the router needs. Other fields are never judged.
+
+    Raises ``BadRequest``, and ``PayloadTooLarge`` for more values than a prompt can have use for.
+    """
+    if len(body) > _MANY_BYTES and sum(map(body.count, b"[{,:")) > _MAX_VALUES:
+        raise PayloadTooLarge(f"The body has more than {_MAX_VALUES} values.", code="too_many_values")
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -252,81 +253,6 @@ def _top_level_values(body: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 # --- answers ------------------------------------------------------------------------------------
-
-
-class StreamTap:
-    """Reads the usage of a streamed answer in passing, and cuts the stream at event boundaries."""
-
-    __slots__ = ("_cutter", "_last", "events", "usage")
-
-    def __init__(self) -> None:
-        self._last = b""
-        self._cutter = sse.EventCutter()
-        self.usage: Usage | None = None
-        self.events = 0
-
-    @property
-    def midway(self) -> bool:
-        """What has been passed on ends inside an event."""
-        return self._cutter.midway
-
-    @property
-    def is_done(self) -> bool:
-        """The last event that came is one that ends a stream."""
-        last = sse.events(self._last)[-1:]
-        return bool(last) and (sse.event_data(last[0]) == b"[DONE]" or last[0].startswith(_LAST_EVENTS))
-
-    def feed(self, data: bytes) -> bytes:
-        """What may be passed on now. Only events that name a usage are looked into."""
-        whole = self._last = self._cutter.feed(data)
-        self.events += whole.count(b"\n\n")
-        if b'"usage"' in whole:
-            self._read(whole)
-        return whole
-
-    def flush(self) -> bytes:
-        """What is left when the answer has ended."""
-        rest = self._cutter.flush()
-        if b'"usage"' in rest:
-            self._read(rest)
-        return rest
-
-    def _read(self, whole: bytes) -> None:
-        for event in sse.events(whole):
-            if b'"usage"' in event:
-                self.usage = later_usage(self.usage, parse_usage(sse.event_data(event)))
-
-
-class BodyTap:
-    """Reads the usage of an answer that is one JSON document. Passes every byte on at once."""
-
-    #: Longer answers are passed on without being read: their pieces would have to be held until the end.
-    MAX_BYTES: Final = 512 * 1024
-
-    __slots__ = ("_bytes", "_pieces")
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._bytes = 0
-
-    #: Such an answer has no events.
-    events: Final = 0
-
-    def feed(self, data: bytes) -> bytes:
-        self._bytes += len(data)
-        if self._bytes <= self.MAX_BYTES:
-            self._pieces.append(data)
-        else:
-            self._pieces.clear()
-        return data
-
-    def flush(self) -> bytes:
-        return b""
-
-    @property
-    def usage(self) -> Usage | None:
-        """Of what has been fed; None until the document is whole."""
-        return parse_usage(b"".join(self._pieces))
 
 
 def error_event(error: RequestError, endpoint: Endpoint = Endpoint.CHAT, *, number: int = 0) -> bytes:

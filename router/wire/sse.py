@@ -26,32 +26,32 @@ class EventCutter:
     No byte is changed: all that ``feed`` and ``flush`` return, joined, is what came in.
     """
 
-    __slots__ = ("_held", "midway")
+    __slots__ = ("held", "midway")
 
     def __init__(self) -> None:
-        self._held = b""
+        #: What has come of an event, but for what has been passed on of one too long.
+        self.held = b""
         #: Bytes of an event longer than ``MAX_HELD_BYTES`` have been passed on, but not its end.
         self.midway = False
 
     def feed(self, data: bytes) -> bytes:
         """The whole events now complete; what follows them is held until its end comes."""
-        if not self._held and data.endswith(b"\n\n"):
+        if not self.held and data.endswith(b"\n\n"):
             self.midway = False
             return data
-        data = self._held + data
+        data = self.held + data
         end = _last_boundary(data)
-        if end == 0 and len(data) > MAX_HELD_BYTES:
-            self._held = b""
-            self.midway = True
-            return data
         if end:
             self.midway = False
-        self._held = data[end:]
+        elif len(data) > MAX_HELD_BYTES:
+            self.midway = True
+            end = len(data.rstrip(b"\r\n"))  # which may be half a blank line
+        self.held = data[end:]
         return data[:end]
 
     def flush(self) -> bytes:
         """The rest of a stream that ended without a blank line."""
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return held
 
 
@@ -61,10 +61,30 @@ def events(data: bytes) -> list[bytes]:
     return [event for event in stripped if event]
 
 
+def after_blank_line(data: bytes) -> bytes:
+    """What follows the first blank line; nothing if there is none."""
+    found = _BLANK_LINE.search(data)
+    return data[found.end() :] if found is not None else b""
+
+
+def is_comment(event: bytes) -> bool:
+    """It has nothing but comment lines, and clients never see it."""
+    return event.startswith(b":") and all(line.startswith(b":") for line in event.splitlines())
+
+
 def event_data(event: bytes) -> bytes:
     """The payload of an event: its ``data`` lines, joined by LF."""
-    fields = (line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-    return b"\n".join(value[1:] if value.startswith(b" ") else value for value in fields)
+    return b"\n".join(_values(event, b"data:"))
+
+
+def event_name(event: bytes) -> str:
+    """What its last ``event`` line says; empty if there is none."""
+    return (_values(event, b"event:") or [b""])[-1].decode(errors="replace")
+
+
+def _values(event: bytes, field: bytes) -> list[bytes]:
+    values = (line[len(field) :] for line in event.splitlines() if line.startswith(field))
+    return [value[1:] if value.startswith(b" ") else value for value in values]
 
 
 def _last_boundary(data: bytes) -> int:

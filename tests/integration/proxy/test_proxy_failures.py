@@ -234,25 +234,53 @@ async def test_a_break_after_the_last_event_is_no_error(path: str, last: bytes) 
     script = (stream_head(), chunk(DELTA + last), 0.02, Move.RESET)
     async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
         answer_ = await it.ask(body, path=path)
+        assert it.brain.outcomes == ["ok"]
     assert answer_.complete
     assert answer_.body == DELTA + last
 
 
+OWN_ERROR = event({"error": {"message": "out of memory"}})
+
+
 @pytest.mark.parametrize(
-    ("said", "is_whole"), [(DELTA + b"data: [DONE]\n\n", True), (DELTA, False), (DELTA + b'data: {"half', False)]
+    ("said", "is_whole"),
+    [
+        ((DELTA + b"data: [DONE]\n\n",), True),
+        ((DELTA, b"data: [DONE]\n\n", b"\n"), True),
+        ((DELTA, b"data: [DONE]\n\n", b": bye"), True),
+        ((DELTA, b"data: [DONE]\n"), True),
+        ((DELTA, b"data: [DONE]"), True),
+        ((DELTA.replace(b"\n", b"\r\n"), b"data: [DONE]\r\n", b"\r\n"), True),
+        ((DELTA, OWN_ERROR), True),
+        ((DELTA,), False),
+        ((DELTA, b'data: {"half'), False),
+    ],
 )
-async def test_a_stream_that_ends_with_its_connection_must_say_that_it_is_done(said: bytes, *, is_whole: bool) -> None:
+async def test_a_stream_that_ends_with_its_connection_must_say_that_it_is_done(
+    said: tuple[bytes, ...], *, is_whole: bool
+) -> None:
     """Without length and chunks a worker that dies looks like one that is done, but for its last event."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
-    async with FaultWorker([(head, said, 0.02, Move.CLOSE)]) as worker, rig(target(worker.port)) as it:
+    script = (head, *(step for piece in said for step in (piece, 0.02)), Move.CLOSE)
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
         answer_ = await it.ask({**ASK, "stream": True})
         assert it.brain.outcomes == ["ok" if is_whole else "reset"]
     assert answer_.complete
     if is_whole:
-        assert answer_.body == said
+        assert answer_.body == b"".join(said)
     else:
         assert answer_.body.startswith(DELTA + b'data: {"error": ')
         assert b'"upstream_failed"' in answer_.body
+
+
+async def test_events_that_end_their_lines_as_http_does_are_counted() -> None:
+    """The number of the error's event continues theirs, and the time between them is known."""
+    begun = b'event: response.output_text.delta\r\ndata: {"delta": "a"}\r\n\r\n'
+    script = (stream_head(), chunk(begun), 0.02, chunk(begun[:-3]), 0.02, chunk(begun[-3:]), 0.02, Move.RESET)
+    body = {"model": "m", "input": "hi", "stream": True}
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(body, path="/v1/responses")
+    assert json.loads(answer_.body.split(b"data: ")[-1])["sequence_number"] == 2
 
 
 async def test_no_rank_at_all() -> None:

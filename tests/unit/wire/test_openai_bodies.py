@@ -1,26 +1,22 @@
-"""Bodies of the OpenAI API: what is checked, the one edit, and usage read in passing."""
+"""Bodies of the OpenAI API: what is checked, the one edit, and errors as events."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.errors import BadRequest, UpstreamFailed
+from router.errors import RequestError, UpstreamFailed
 from router.wire.openai import (
     MAX_TOKENS,
-    BodyTap,
     Endpoint,
     InferenceRequest,
-    StreamTap,
     error_event,
     parse_request,
     with_field,
 )
-from router.wire.usage import Usage, parse_usage
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -65,6 +61,8 @@ def test_prompts(prompt: object) -> None:
         (Endpoint.CHAT, b"[" * 100_000, "invalid_json", None),
         (Endpoint.CHAT, b'{"model": "\xff"}', "invalid_json", None),
         (Endpoint.CHAT, b"[1]", "invalid_json", None),
+        (Endpoint.CHAT, b'{"model": "m", "messages": [' + b"[]," * 1_000_001 + b"1]}", "too_many_values", None),
+        (Endpoint.CHAT, b"{" + b'"a":1,' * 1_000_001 + b'"model": "m"}', "too_many_values", None),
         (Endpoint.CHAT, {"messages": [{}]}, "missing_required_parameter", "model"),
         (Endpoint.CHAT, {"model": "", "messages": [{}]}, "missing_required_parameter", "model"),
         (Endpoint.CHAT, {"model": 3, "messages": [{}]}, "invalid_type", "model"),
@@ -82,7 +80,7 @@ def test_prompts(prompt: object) -> None:
 )
 def test_bad_requests(endpoint: Endpoint, body: object, code: str, param: str | None) -> None:
     """What the router cannot use is refused with a stable code and the name of the field."""
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(RequestError) as caught:
         parse_request(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
     assert (caught.value.code, caught.value.param) == (code, param)
 
@@ -142,73 +140,7 @@ def test_one_field_is_set_and_every_other_byte_kept(
     assert edited == document(change=True).encode()
 
 
-# --- usage ----------------------------------------------------------------------------------------
-
-FULL = {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42, "prompt_tokens_details": {"cached_tokens": 32}}
-
-
-@pytest.mark.parametrize(
-    ("usage", "expected"),
-    [
-        (FULL, Usage(40, 2, 32)),
-        ({"prompt_tokens": 40, "completion_tokens": 2}, Usage(40, 2, None)),
-        ({"prompt_tokens": 40, "completion_tokens": None, "prompt_tokens_details": None}, Usage(40, 0, None)),
-        ({"prompt_tokens": 40, "completion_tokens": 1, "prompt_tokens_details": {}}, Usage(40, 1, None)),
-        (None, None),
-        ("many", None),
-        ({"prompt_tokens": "x"}, None),
-    ],
-)
-def test_usage(usage: object, expected: Usage | None) -> None:
-    """Counts are read as engines write them; a malformed usage is no usage."""
-    assert parse_usage(json.dumps({"id": "x", "usage": usage, "choices": [1]}).encode()) == expected
-
-
-@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"[DONE]", b'{"id": 1}', b"\xff"])
-def test_no_usage(document: bytes) -> None:
-    """Anything else has no usage."""
-    assert parse_usage(document) is None
-
-
-def chunk(usage: object, text: str = "a") -> bytes:
-    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage}).encode() + b"\n\n"
-
-
-@given(st.lists(st.integers(0, 700), max_size=12))
-def test_usage_of_a_stream_wherever_it_is_split(cuts: list[int]) -> None:
-    """The last usage that is not null counts; text that looks like one does not; no byte is changed."""
-    stream = (
-        chunk({**FULL, "completion_tokens": 1})
-        + chunk(None, '{"usage": {"prompt_tokens": 1}}')
-        + chunk(FULL)
-        + b"data: [DONE]\n\n"
-    )
-    bounds = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    tap = StreamTap()
-    passed = b"".join(tap.feed(stream[start:end]) for start, end in pairwise(bounds))
-    assert passed + tap.flush() == stream
-    assert tap.usage == Usage(40, 2, 32)
-    assert tap.events == 4
-
-
-def test_usage_of_a_stream_without_its_last_blank_line() -> None:
-    """A stream that ends in the middle of a line still gives what it said."""
-    tap = StreamTap()
-    assert tap.feed(chunk(FULL)[:-1]) == b""
-    assert tap.flush() == chunk(FULL)[:-1]
-    assert tap.usage == Usage(40, 2, 32)
-
-
-def test_usage_of_a_whole_answer() -> None:
-    """A document in pieces is read once whole; one too long to keep passes unread."""
-    document = json.dumps({"text": "x" * 1000, "usage": FULL}).encode()
-    tap = BodyTap()
-    assert b"".join(tap.feed(document[at : at + 100]) for at in range(0, len(document), 100)) == document
-    assert tap.usage == Usage(40, 2, 32)
-    long = BodyTap()
-    long.feed(b'{"text": "' + b"x" * BodyTap.MAX_BYTES + b'", ')
-    long.feed(b'"usage": ' + json.dumps(FULL).encode() + b"}")
-    assert long.usage is None
+# --- errors ----------------------------------------------------------------------------------------
 
 
 def test_error_as_an_event() -> None:

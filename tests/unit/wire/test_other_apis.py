@@ -15,11 +15,11 @@ from router.wire import anthropic, responses
 from router.wire.chat_template import ChatTemplate
 from router.wire.openai import (
     Endpoint,
-    StreamTap,
     error_event,
     parse_request,
     with_model,
 )
+from router.wire.taps import StreamTap
 from router.wire.usage import Usage, parse_usage
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_renders.json").read_text(encoding="utf-8"))

@@ -1,0 +1,148 @@
+"""Answers read in passing: their usage, how many events have come, and whether the last one is the last of all."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from router.wire import sse
+from router.wire.usage import Usage, later_usage, parse_usage
+
+#: How Responses and Anthropic's API end a stream, well or not; the others end it with ``[DONE]``.
+_LAST_EVENTS: Final = (
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+    "message_stop",
+    "error",
+)
+#: How a piece begins that begins with an event: ``data``, ``event``, ``id``, ``retry``. Others may be comments.
+_FIELDS: Final = b"deir"
+
+
+class StreamTap:
+    """Reads the usage of a streamed answer in passing, and cuts the stream at event boundaries."""
+
+    __slots__ = ("_cutter", "_is_between", "_last", "events", "usage")
+
+    def __init__(self) -> None:
+        self._cutter = sse.EventCutter()
+        #: What comes next begins something new.
+        self._is_between = True
+        #: What came last and holds an event; of one too long to be held, its beginning.
+        self._last = b""
+        self.usage: Usage | None = None
+        #: How many have come, comments being none where they come by themselves.
+        self.events = 0
+
+    @property
+    def midway(self) -> bool:
+        """What has been passed on ends inside an event."""
+        return self._cutter.midway
+
+    @property
+    def is_done(self) -> bool:
+        """The last event that came is one that ends a stream, be its blank line missing."""
+        if self._cutter.midway:
+            return False
+        return _ends(_last_of(self._last), is_whole=True) or _ends(_last_of(self._cutter.held), is_whole=False)
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be passed on now. Only events that name a usage are looked into."""
+        if self._is_between and 0 < data.find(b"\n\n") == len(data) - 2 and data[0] in _FIELDS and b"\r" not in data:
+            self._last = data  # one event, which is what engines send at a time
+            self.events += 1
+        else:
+            data = self._cut(data)
+        if b'"usage"' in data:
+            self._read(data)
+        return data
+
+    def _cut(self, data: bytes) -> bytes:
+        """Anything: parts of events, many of them, blank lines, comments."""
+        cutter = self._cutter
+        was_midway = cutter.midway
+        whole = cutter.feed(data)
+        self._is_between = not (cutter.held or cutter.midway)
+        if was_midway and cutter.midway:
+            return whole
+        new = whole
+        if was_midway:
+            self.events += 1
+            new = sse.after_blank_line(whole)
+        if new and new[0] in _FIELDS and b"\r" not in new:
+            self._last = new
+            self.events += new.count(b"\n\n")
+        elif found := sum(not sse.is_comment(event) for event in sse.events(new)):
+            self._last = new
+            self.events += found - cutter.midway
+        return whole
+
+    def flush(self) -> bytes:
+        """What is left when the answer has ended."""
+        rest = self._cutter.flush()
+        if b'"usage"' in rest:
+            self._read(rest)
+        return rest
+
+    def _read(self, whole: bytes) -> None:
+        for event in sse.events(whole):
+            if b'"usage"' in event:
+                self.usage = later_usage(self.usage, parse_usage(sse.event_data(event)))
+
+
+def _last_of(piece: bytes) -> bytes:
+    """The last event in a piece; empty if there is none."""
+    return next((event for event in reversed(sse.events(piece)) if not sse.is_comment(event)), b"")
+
+
+def _ends(event: bytes, *, is_whole: bool) -> bool:
+    """Whether nothing follows this event, or what may have come of it.
+
+    Names are told by the ``event`` line or by the data. An ``error`` there is how engines end other streams.
+    """
+    if is_whole and sse.event_name(event) in _LAST_EVENTS:
+        return True
+    data = sse.event_data(event)
+    if data == b"[DONE]":
+        return True
+    try:
+        said = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(said, dict) and (
+        sse.event_name(event) in _LAST_EVENTS or said.get("type") in _LAST_EVENTS or bool(said.get("error"))
+    )
+
+
+class BodyTap:
+    """Reads the usage of an answer that is one JSON document. Passes every byte on at once."""
+
+    #: Longer answers are passed on without being read: their pieces would have to be held until the end.
+    MAX_BYTES: Final = 512 * 1024
+
+    __slots__ = ("_bytes", "_pieces")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+
+    #: Such an answer has no events.
+    events: Final = 0
+
+    def feed(self, data: bytes) -> bytes:
+        self._bytes += len(data)
+        if self._bytes <= self.MAX_BYTES:
+            self._pieces.append(data)
+        else:
+            self._pieces.clear()
+        return data
+
+    def flush(self) -> bytes:
+        return b""
+
+    @property
+    def usage(self) -> Usage | None:
+        """Of what has been fed; None until the document is whole."""
+        return parse_usage(b"".join(self._pieces))

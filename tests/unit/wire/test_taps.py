@@ -1,0 +1,173 @@
+"""Answers in passing: their usage, how many events came, and whether a stream that is over is whole."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.wire import sse
+from router.wire.taps import BodyTap, StreamTap
+from router.wire.usage import Usage, parse_usage
+
+# --- usage ----------------------------------------------------------------------------------------
+
+FULL = {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42, "prompt_tokens_details": {"cached_tokens": 32}}
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (FULL, Usage(40, 2, 32)),
+        ({"prompt_tokens": 40, "completion_tokens": 2}, Usage(40, 2, None)),
+        ({"prompt_tokens": 40, "completion_tokens": None, "prompt_tokens_details": None}, Usage(40, 0, None)),
+        ({"prompt_tokens": 40, "completion_tokens": 1, "prompt_tokens_details": {}}, Usage(40, 1, None)),
+        (None, None),
+        ("many", None),
+        ({"prompt_tokens": "x"}, None),
+    ],
+)
+def test_usage(usage: object, expected: Usage | None) -> None:
+    """Counts are read as engines write them; a malformed usage is no usage."""
+    assert parse_usage(json.dumps({"id": "x", "usage": usage, "choices": [1]}).encode()) == expected
+
+
+@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"[DONE]", b'{"id": 1}', b"\xff"])
+def test_no_usage(document: bytes) -> None:
+    """Anything else has no usage."""
+    assert parse_usage(document) is None
+
+
+def chunk(usage: object, text: str = "a") -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage}).encode() + b"\n\n"
+
+
+@given(st.lists(st.integers(0, 700), max_size=12))
+def test_usage_of_a_stream_wherever_it_is_split(cuts: list[int]) -> None:
+    """The last usage that is not null counts; text that looks like one does not; no byte is changed."""
+    stream = (
+        chunk({**FULL, "completion_tokens": 1})
+        + chunk(None, '{"usage": {"prompt_tokens": 1}}')
+        + chunk(FULL)
+        + b"data: [DONE]\n\n"
+    )
+    bounds = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    tap = StreamTap()
+    passed = b"".join(tap.feed(stream[start:end]) for start, end in pairwise(bounds))
+    assert passed + tap.flush() == stream
+    assert tap.usage == Usage(40, 2, 32)
+    assert tap.events == 4
+
+
+def test_usage_of_a_stream_without_its_last_blank_line() -> None:
+    """A stream that ends in the middle of a line still gives what it said."""
+    tap = StreamTap()
+    assert tap.feed(chunk(FULL)[:-1]) == b""
+    assert tap.flush() == chunk(FULL)[:-1]
+    assert tap.usage == Usage(40, 2, 32)
+
+
+def test_usage_of_a_whole_answer() -> None:
+    """A document in pieces is read once whole; one too long to keep passes unread."""
+    document = json.dumps({"text": "x" * 1000, "usage": FULL}).encode()
+    tap = BodyTap()
+    assert b"".join(tap.feed(document[at : at + 100]) for at in range(0, len(document), 100)) == document
+    assert tap.usage == Usage(40, 2, 32)
+    long = BodyTap()
+    long.feed(b'{"text": "' + b"x" * BodyTap.MAX_BYTES + b'", ')
+    long.feed(b'"usage": ' + json.dumps(FULL).encode() + b"}")
+    assert long.usage is None
+
+
+# --- events and the last of them ------------------------------------------------------------------
+
+RECORDS = st.lists(
+    st.tuples(
+        st.sampled_from(["data: a", "data:b", "event: x\ndata: 1\ndata: 2", "id: 1", ": note", "data: " + "x" * 40]),
+        st.integers(1, 3),
+    ),
+    max_size=8,
+)
+
+
+@given(records=RECORDS, end=st.sampled_from(["\n", "\r\n", "\r"]), bytewise=st.booleans())
+def test_events_are_counted_whatever_ends_their_lines(
+    records: list[tuple[str, int]], end: str, *, bytewise: bool
+) -> None:
+    """LF, CRLF or CR, in one piece an event or in many: as many as the stream has, comments being none."""
+    tap = StreamTap()
+    for event, blank_lines in records:
+        piece = (event.replace("\n", end) + end * (1 + (blank_lines if bytewise else 1))).encode()
+        for at in range(0, len(piece), 1 if bytewise else len(piece)):
+            tap.feed(piece[at : at + 1] if bytewise else piece)
+    assert tap.events == sum(not event.startswith(":") for event, _ in records)
+
+
+DONE = b"data: [DONE]\n\n"
+COMPLETED = b'event: response.completed\ndata: {"type": "response.completed", "response": {"output": []}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (DONE,),
+        (DONE, b"\n"),
+        (DONE, b": bye\n\n"),
+        (DONE, b": x"),
+        (DONE + b": bye\n\n",),
+        (b": hello\n" + DONE,),
+        (b"data: [DONE]\n",),
+        (b"data:[DONE]",),
+        (b"data: [DONE]\r\n", b"\r\n"),
+        (b"data: [DONE]\r\r",),
+        (b"event:response.completed\ndata:{}\n\n",),
+        (b'data: {"type":"response.completed"}\n\n',),
+        (b'data: {"type":"message_stop"}\n\n',),
+        (COMPLETED.replace(b"\n", b"\r\n"),),
+        (COMPLETED.removesuffix(b"\n"),),
+        (COMPLETED.replace(b"[]", b"%d" % 7 * sse.MAX_HELD_BYTES),),
+        (COMPLETED[:50], b"x" * sse.MAX_HELD_BYTES, b"x" * sse.MAX_HELD_BYTES, b"\n", b"\n"),
+        (b"data: " + b"x" * sse.MAX_HELD_BYTES + b"\n", b"\n" + DONE),
+        (b'data: {"error": {"message": "out of memory"}}\n\n',),
+    ],
+    ids=lambda pieces: f"{b'|'.join(pieces)[-24:]!r}",
+)
+def test_the_last_event_of_a_stream(pieces: tuple[bytes, ...]) -> None:
+    """However it is written, whatever blank lines and comments follow, and where its own blank line is missing."""
+    tap = StreamTap()
+    tap.feed(b'data: {"choices": []}\n\n')
+    assert not tap.is_done
+    for piece in pieces:
+        tap.feed(piece)
+    assert tap.is_done
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"data: [DON",),
+        (b"data: [DONE]x\n\n",),
+        (DONE + b"data: {}\n\n",),
+        (DONE, b"data: {}\n\n"),
+        (b"event: response.completed\n",),
+        (COMPLETED[:-9],),
+        (COMPLETED[:50], b"x" * sse.MAX_HELD_BYTES),
+        (COMPLETED[:50] + b"x" * sse.MAX_HELD_BYTES, b"}\n\ndata: {}\n\n"),
+        (b"event: response.completed.not\ndata: {}\n\n",),
+        (b'data: {"error": null}\n\n',),
+        (b'data: {"type": ["error"]}\n\n',),
+        (b": [DONE]\n\n",),
+        (b"data: \xff\n\n",),
+        (b"data: " + b"[" * 30_000 + b"\n\n",),
+    ],
+    ids=lambda pieces: f"{b'|'.join(pieces)[-24:]!r}",
+)
+def test_what_is_not_the_last_event(pieces: tuple[bytes, ...]) -> None:
+    """A part of it, another behind it, or what only looks like it."""
+    tap = StreamTap()
+    for piece in pieces:
+        tap.feed(piece)
+    assert not tap.is_done
