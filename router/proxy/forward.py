@@ -303,7 +303,7 @@ class Forwarding:
         if failure is None:
             if relay.is_cut:
                 failure = Failure(Outcome.RESET, "the worker closed the connection")
-        elif failure.outcome is not Outcome.CLIENT_GONE and relay.is_done:
+        elif failure.outcome is not Outcome.CLIENT_GONE and self._is_open_ended and relay.is_done:
             failure = None  # all had been said
         if failure is None:
             relay.end()
@@ -319,7 +319,7 @@ class Forwarding:
 
     def _break_off(self, relay: Relay, error: RequestError) -> None:
         """Tell a client in the middle of its answer, if a word can be added to it and is not superfluous."""
-        if relay.is_done:
+        if self._is_open_ended and relay.is_done:
             relay.end()
             return
         self._forwarder.instruments.error(error.code)

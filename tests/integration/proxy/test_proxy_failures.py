@@ -239,6 +239,17 @@ async def test_a_break_after_the_last_event_is_no_error(path: str, last: bytes) 
     assert answer_.body == DELTA + last
 
 
+async def test_a_stream_that_misses_its_length_is_cut_off() -> None:
+    """Whatever it said: what the client gets next on this connection would be taken for the missing bytes."""
+    said = DELTA + b"data: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % (len(said) + 200)
+    async with FaultWorker([(head, said, 0.02, Move.RESET)]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert it.brain.outcomes == ["reset"]
+    assert not answer_.complete
+    assert answer_.body == said
+
+
 OWN_ERROR = event({"error": {"message": "out of memory"}})
 
 
