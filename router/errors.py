@@ -171,18 +171,25 @@ _ANTHROPIC_TYPES: Final = {
 }
 
 
-def openai_error_body(message: str, *, type_: str, code: str | None, param: str | None = None) -> bytes:
-    """The OpenAI error object as JSON bytes."""
-    return json.dumps({"error": {"message": message, "type": type_, "param": param, "code": code}}).encode()
+def openai_error_body(error: RequestError, **more: int) -> bytes:
+    """The OpenAI error object as JSON bytes, with these fields besides."""
+    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code, **more}
+    return json.dumps({"error": detail}).encode()
 
 
-def anthropic_error_body(error: RequestError) -> bytes:
+def anthropic_error_body(error: RequestError, **more: int) -> bytes:
     """The Anthropic error object as JSON bytes; ``code`` is added, as stable as in the OpenAI shape."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     type_ = _ANTHROPIC_TYPES.get(error.status, default)
     return json.dumps(
-        {"type": "error", "error": {"type": type_, "message": error.message, "code": error.code}}
+        {"type": "error", "error": {"type": type_, "message": error.message, "code": error.code, **more}}
     ).encode()
+
+
+def wait_field(error: RequestError) -> dict[str, int]:
+    """After how many seconds to come again, if that is known: of an event, which has no ``Retry-After``."""
+    seconds = error.retry_after_seconds
+    return {} if seconds is None else {"retry_after_seconds": seconds}
 
 
 def to_answer(error: BaseException, *, dialect: Dialect = Dialect.OPENAI) -> ErrorAnswer:
@@ -193,8 +200,5 @@ def to_answer(error: BaseException, *, dialect: Dialect = Dialect.OPENAI) -> Err
     if error.retry_after_seconds is not None:
         headers.append(("retry-after", str(error.retry_after_seconds)))
     headers += error.headers
-    if dialect is Dialect.ANTHROPIC:
-        body = anthropic_error_body(error)
-    else:
-        body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
+    body = anthropic_error_body(error) if dialect is Dialect.ANTHROPIC else openai_error_body(error)
     return ErrorAnswer(status=error.status, headers=tuple(headers), body=body)

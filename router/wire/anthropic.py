@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from router.errors import RequestError, anthropic_error_body
+from router.errors import RequestError, anthropic_error_body, wait_field
 
 Json = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def system_first(messages: Sequence[Json]) -> list[Json]:
 
 def error_event(error: RequestError) -> bytes:
     """An error as the last event of a stream that has begun."""
-    return b"event: error\ndata: " + anthropic_error_body(error) + b"\n\n"
+    return b"event: error\ndata: " + anthropic_error_body(error, **wait_field(error)) + b"\n\n"
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.errors import BadRequest, Dialect, PayloadTooLarge, RequestError, openai_error_body
+from router.errors import BadRequest, Dialect, PayloadTooLarge, RequestError, openai_error_body, wait_field
 from router.wire import anthropic, responses
 from router.wire.frozen import Frozen
 
@@ -261,5 +261,4 @@ def error_event(error: RequestError, endpoint: Endpoint = Endpoint.CHAT, *, numb
         return anthropic.error_event(error)
     if endpoint is Endpoint.RESPONSES:
         return responses.error_event(error, number=number)
-    body = openai_error_body(error.message, type_=error.type, code=error.code, param=error.param)
-    return b"data: " + body + b"\n\n"
+    return b"data: " + openai_error_body(error, **wait_field(error)) + b"\n\n"

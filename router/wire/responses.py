@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from router.errors import RequestError
+from router.errors import RequestError, wait_field
 
 Json = Mapping[str, Any]
 
@@ -47,7 +47,8 @@ def error_event(error: RequestError, *, number: int) -> bytes:
 
     The API's own ``error`` event, with an ``error`` object besides: that is what the official client raises on.
     """
-    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    detail: dict[str, object] = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    detail |= wait_field(error)
     event = {**detail, "type": "error", "sequence_number": number, "error": detail}
     return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
 

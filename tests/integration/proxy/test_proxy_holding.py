@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -195,8 +196,14 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
             (error,) = _events(body)
             assert f'"{code}"'.encode() in error
             await client.close()
-    async with _full(comment_seconds=0.02, hold_seconds=0.1) as (world, _):
+
+
+async def test_a_stream_held_too_long_ends_with_an_event_that_says_when_to_come_again() -> None:
+    """Its status and headers have gone out with the first comment, so the event has what ``Retry-After`` would say."""
+    async with _full(comment_seconds=0.02, hold_seconds=1.1) as (world, _):
         answer_ = await world.ask(1, stream=True, **_big(1))
+        assert (answer_.status, answer_.complete) == (200, True)
+        assert "retry-after" not in answer_.headers
         (error,) = _events(answer_.body)
-        assert b'"held_too_long"' in error
-        assert answer_.complete
+        said = json.loads(error.removeprefix(b"data: "))["error"]
+        assert (said["code"], said["type"], said["retry_after_seconds"]) == ("held_too_long", "rate_limit_error", 2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.errors import RequestError, UpstreamFailed
+from router.errors import RequestError, TooManyRequests, UpstreamFailed
 from router.wire.openai import (
     MAX_TOKENS,
     Endpoint,
@@ -150,3 +150,4 @@ def test_error_as_an_event() -> None:
     assert json.loads(event.removeprefix(b"data: ")) == {
         "error": {"message": "gone", "type": "server_error", "param": None, "code": "upstream_failed"}
     }
+    assert json.loads(error_event(TooManyRequests("full")).removeprefix(b"data: "))["error"]["retry_after_seconds"] == 1

@@ -270,11 +270,13 @@ def test_usage_of_an_anthropic_stream(first: dict[str, int], last: dict[str, int
 def test_anthropic_errors(error: RequestError, type_: str) -> None:
     """Anthropic's shape and names, with the router's own code beside them."""
     answer = to_answer(error, dialect=Endpoint.MESSAGES.dialect)
-    expected = {"type": "error", "error": {"type": type_, "message": error.message, "code": error.code}}
+    expected: dict[str, Any] = {"type": "error", "error": {"type": type_, "message": error.message, "code": error.code}}
     assert json.loads(answer.body) == expected
     event = error_event(error, Endpoint.COUNT_TOKENS)
     head, _, data = event.partition(b"\n")
     assert head == b"event: error"
+    if error.retry_after_seconds is not None:  # which no header can say
+        expected["error"]["retry_after_seconds"] = error.retry_after_seconds
     assert json.loads(data.removeprefix(b"data: ")) == expected
     assert event.endswith(b"\n\n")
 
@@ -286,6 +288,7 @@ def test_responses_error_event() -> None:
     value = json.loads(lines[1].removeprefix("data: "))
     assert (value["type"], value["sequence_number"], value["code"]) == ("error", 7, "no_worker_available")
     assert value["error"]["message"] == "no"
+    assert value["retry_after_seconds"] == value["error"]["retry_after_seconds"] == 1
 
 
 def test_a_401_says_how_to_prove_oneself() -> None:
