@@ -33,7 +33,7 @@ from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.schedule.transit import OffloadPlan
 from engine_shim.server import Handing, ServedModel
-from engine_shim.settings import AttentionKind, Device, DraftKind, Dtype, Role, RunnerKind, ShimSettings
+from engine_shim.settings import AttentionKind, Device, DraftKind, Dtype, KvCacheDtype, Role, RunnerKind, ShimSettings
 from engine_shim.transfer.legs import RankPages, Transfer
 from engine_shim.transfer.link import Offers
 from engine_shim.transfer.parcel import NoContents
@@ -207,6 +207,8 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
     if settings.runner is RunnerKind.SIM:
         if settings.speculative is not None:
             raise StartError("speculative: a timing model has nothing to try drafts with; use --runner torch")
+        if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
+            raise StartError("kv_cache_dtype: a timing model keeps no keys and values; use --runner torch")
         if settings.overlap:
             raise StartError("overlap: a timing model runs nothing that could be overlapped; use --runner torch")
         times = StepTimes(
@@ -245,6 +247,7 @@ def _runners(settings: ShimSettings, card: ModelCard, layout: CacheLayout) -> Ca
             barrier=barrier,
             kernels=attention is AttentionKind.TRITON,
             flashinfer=attention is AttentionKind.FLASHINFER,
+            fp8=settings.kv_cache_dtype is KvCacheDtype.FP8,
             graph_decodes=settings.graph_decodes,
             overlaps=settings.overlaps,
         )

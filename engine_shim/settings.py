@@ -68,6 +68,13 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class KvCacheDtype(StrEnum):
+    """What keys and values are stored as. The values are vLLM's."""
+
+    AUTO = "auto"
+    FP8 = "fp8_e4m3"
+
+
 class LogLevel(StrEnum):
     """The least serious line that is logged."""
 
@@ -94,6 +101,10 @@ class ShimSettings(BaseModel):
     device: Device = Field(Device.CPU, description="Where torch computes.")
     dtype: Dtype | None = Field(
         None, description="Weights and cache. Default: float32 on CPU and for needle, bfloat16 elsewhere."
+    )
+    kv_cache_dtype: KvCacheDtype = Field(
+        KvCacheDtype.AUTO,
+        description="Keys and values. auto: as dtype; fp8_e4m3: eight bits, with a scale for each head of each token.",
     )
     threads: _Positive = Field(1, description="CPU threads of torch.")
     attention: AttentionKind = Field(

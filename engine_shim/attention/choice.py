@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from engine_shim.settings import AttentionKind, Device, ShimSettings
+from engine_shim.settings import AttentionKind, Device, KvCacheDtype, ShimSettings
 from engine_shim.types import WindowTails
 
 #: What FlashInfer has kernels for.
@@ -24,6 +24,8 @@ def choose_attention(settings: ShimSettings, *, head_dim: int, dtype: torch.dtyp
             raise ValueError("attention: flashinfer is not installed: pip install flashinfer-python")
         if not on_cuda:
             raise ValueError("attention: flashinfer runs on CUDA alone")
+        if settings.kv_cache_dtype is KvCacheDtype.FP8:
+            raise ValueError("attention: flashinfer is not given a cache of eight bits here; use triton or torch")
         if not _fits_flashinfer(head_dim, dtype):
             raise ValueError(
                 f"attention: flashinfer attends for heads of {_HEAD_DIMS} dimensions in float16 or bfloat16, "
@@ -45,7 +47,8 @@ def _best(settings: ShimSettings, head_dim: int, dtype: torch.dtype) -> Attentio
     """On CUDA kernels that read pages in place, FlashInfer's where they fit and nothing is to be captured."""
     if settings.device is not Device.CUDA or settings.window_tails is not WindowTails.STORED:
         return AttentionKind.TORCH
-    if find_spec("flashinfer") is not None and _fits_flashinfer(head_dim, dtype) and not settings.graph_decodes:
+    fits = _fits_flashinfer(head_dim, dtype) and settings.kv_cache_dtype is KvCacheDtype.AUTO
+    if find_spec("flashinfer") is not None and fits and not settings.graph_decodes:
         return AttentionKind.FLASHINFER
     return AttentionKind.TRITON if find_spec("triton") is not None else AttentionKind.TORCH
 

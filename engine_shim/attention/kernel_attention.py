@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine_shim.attention.fp8 import pack
 from engine_shim.attention.kernels import decode_kernel, extend_kernel, join_kernel
 from engine_shim.attention.paged import Pools
 from engine_shim.attention.tables import PageTables
@@ -45,6 +46,8 @@ class KernelAttention:
         group, row = self._places[layer]
         keys, values = self._pools.of_layer(layer, group.index, row)
         writes = self._tables.groups[group.index].writes
+        if keys.dtype is torch.uint8:
+            key, value = pack(key), pack(value)
         keys.flatten(0, 1).index_copy_(0, writes, key)
         values.flatten(0, 1).index_copy_(0, writes, value)
         return attend_pages(
@@ -72,10 +75,10 @@ def attend_pages(
 ) -> Tensor:
     """Queries ``[tokens, heads, head_dim]`` over a layer's pages ``[pages, page_tokens, kv_heads, head_dim]``.
 
-    The result is contiguous and has the query's shape.
+    Pages of bytes are packed (``fp8``). The result is contiguous and has the query's shape.
     """
-    page_tokens, kv_heads, head_dim = keys.shape[1:]
-    heads = query.shape[1]
+    page_tokens, kv_heads, head_stride = keys.shape[1:]
+    heads, head_dim = query.shape[1:]
     repeats = heads // kv_heads
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
@@ -85,6 +88,7 @@ def attend_pages(
     sizes: dict[str, Any] = {
         "REPEATS": repeats,
         "HEAD_DIM": head_dim,
+        "HEAD_STRIDE": head_stride,
         "DIM": max(_LEAST_ROWS, triton.next_power_of_2(head_dim)),
         "PAGE_TOKENS": page_tokens,
         "KEYS": tiles.keys,

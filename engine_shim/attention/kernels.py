@@ -17,6 +17,24 @@ import triton.language as tl
 
 
 @triton.jit
+def _fetch(cache, first, dims, held, query, HEAD_DIM: tl.constexpr, HEAD_STRIDE: tl.constexpr):
+    """Keys or values ``[KEYS, DIM]`` of one head, in the query's type; ``first`` ``[KEYS]`` is where each begins.
+
+    Where heads lie further apart than they are long the cache is packed (``fp8``): e4m3fn codes, the scale behind them.
+    """
+    present = held[:, None] & (dims < HEAD_DIM)[None, :]
+    fetched = tl.load(cache + first[:, None] + dims[None, :], mask=present, other=0)
+    if HEAD_STRIDE != HEAD_DIM:
+        scale = tl.load((cache + first + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=held, other=0.0)
+        # A half has one bit of exponent more, whose bias is greater by 8, and seven bits of mantissa more.
+        bits = fetched.to(tl.uint16)
+        half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
+        value = half.to(tl.float32) * 256.0 * scale[:, None]
+        fetched = tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(query.dtype)
+    return fetched
+
+
+@triton.jit
 def _softmax_over(
     query,
     positions,
@@ -30,6 +48,7 @@ def _softmax_over(
     scale,
     window,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -50,9 +69,8 @@ def _softmax_over(
         held = at < high
         page = tl.load(pages + at // PAGE_TOKENS, mask=held, other=0)
         slot = page.to(tl.int64) * PAGE_TOKENS + at % PAGE_TOKENS
-        places = (slot * slot_stride + head * HEAD_DIM)[:, None] + dims[None, :]
-        present = held[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + places, mask=present, other=0.0)
+        first = slot * slot_stride + head * HEAD_STRIDE
+        key = _fetch(keys, first, dims, held, query, HEAD_DIM, HEAD_STRIDE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] > positions[:, None] - window) & held[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -61,7 +79,7 @@ def _softmax_over(
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp(scores - base[:, None])
         fade = tl.exp(peak - base)
-        value = tl.load(values + places, mask=present, other=0.0)
+        value = _fetch(values, first, dims, held, query, HEAD_DIM, HEAD_STRIDE)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         peak = new_peak
@@ -86,6 +104,7 @@ def extend_kernel(
     window,
     REPEATS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -125,6 +144,7 @@ def extend_kernel(
             scale,
             window,
             HEAD_DIM,
+            HEAD_STRIDE,
             DIM,
             PAGE_TOKENS,
             ROWS,
@@ -156,6 +176,7 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     REPEATS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -195,6 +216,7 @@ def decode_kernel(
         scale,
         window,
         HEAD_DIM,
+        HEAD_STRIDE,
         DIM,
         PAGE_TOKENS,
         ROWS,

@@ -58,6 +58,7 @@ def torch_mover(runner: TorchRunner, plan: OffloadPlan, *, folder: Path | None) 
 
     Raises ``OSError`` where the disk refuses.
     """
+    from engine_shim.attention.buffers import TensorPages
     from engine_shim.offload.disk import DiskPool
     from engine_shim.offload.host import HostPool
     from engine_shim.offload.identity import fingerprint
@@ -68,7 +69,7 @@ def torch_mover(runner: TorchRunner, plan: OffloadPlan, *, folder: Path | None) 
         sizes = [host.page_bytes(group.index) for group in runner.layout.groups]
         disk = DiskPool(
             folder,
-            fingerprint=fingerprint(runner.decoder, runner.layout),
+            fingerprint=fingerprint(runner.decoder, runner.layout, contents=TensorPages(runner.buffers).contents),
             page_tokens=runner.layout.page_tokens,
             page_bytes=sizes,
             pages=plan.disk_pages,

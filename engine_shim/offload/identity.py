@@ -18,10 +18,13 @@ from engine_shim.types import CacheLayout
 _CONTENTS_VERSION = 1
 
 
-def fingerprint(decoder: Decoder, layout: CacheLayout) -> bytes:
-    """The same for two ranks if, and only if, a page of one is of use to the other. Reads every weight once."""
+def fingerprint(decoder: Decoder, layout: CacheLayout, *, contents: str) -> bytes:
+    """The same for two ranks if, and only if, a page of one is of use to the other. Reads every weight once.
+
+    ``contents`` names what pages are made of (``TensorPages``).
+    """
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    for part in (_CONTENTS_VERSION, decoder.config, decoder.dtype, layout.page_tokens, layout.groups):
+    for part in (_CONTENTS_VERSION, decoder.config, decoder.dtype, layout.page_tokens, layout.groups, contents):
         digest.update(repr(part).encode())
     for tensor in _tensors(decoder.weights):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

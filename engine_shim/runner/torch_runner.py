@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.attention.buffers import Buffers
+from engine_shim.attention.fp8 import DecodedPages, PackedAttention, packed_size
 from engine_shim.attention.going_on import Succession
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
@@ -43,11 +44,12 @@ class TorchRunner:
         barrier: LayerBarrier | None = None,
         kernels: bool = False,
         flashinfer: bool = False,
+        fp8: bool = False,
         graph_decodes: int = 0,
         overlaps: bool = False,
     ) -> None:
         """``barrier`` is the one that the drafter waits at, too. With ``kernels`` Triton's attend, not torch; with
-        ``flashinfer`` FlashInfer's.
+        ``flashinfer`` FlashInfer's. ``fp8``: the model's keys and values are kept in eight bits, which the former read.
 
         Without a drafter, steps of up to ``graph_decodes`` decodes then run as graphs (``graphs``). ``overlaps``: on
         the CPU launched steps run in a thread of their own; CUDA's stream is one already.
@@ -58,11 +60,12 @@ class TorchRunner:
         self.pools = Pools.allocate(
             layout,
             kv_heads=decoder.config.kv_heads,
-            head_dim=decoder.config.head_dim,
+            head_dim=packed_size(decoder.config.head_dim) if fp8 else decoder.config.head_dim,
             device=decoder.device,
-            dtype=decoder.dtype,
+            dtype=torch.uint8 if fp8 else decoder.dtype,
             barrier=self.barrier,
         )
+        self._decoded = DecodedPages(decoder.dtype) if fp8 else None
         net, group = decoder.config.delta_net, layout.state
         self.states = (
             States.allocate(
@@ -76,7 +79,7 @@ class TorchRunner:
             if net is not None and group is not None
             else None
         )
-        self._succession = Succession() if decoder.device.type == "cpu" and not kernels else None
+        self._succession = Succession() if decoder.device.type == "cpu" and not (kernels or fp8) else None
         self._drafter = drafter
         self._kernels = kernels
         self._flashinfer = self._new_flashinfer() if flashinfer else None
@@ -211,6 +214,8 @@ class TorchRunner:
         scale = self.decoder.config.attention_scale
         if self._flashinfer is not None:
             return self._flashinfer.plan(plan.chunks)
+        if not self._kernels and self._decoded is not None:
+            return PackedAttention(self.pools, plan, scale=scale, decoded=self._decoded)
         if not self._kernels:
             return PagedAttention(self.pools, plan, scale=scale)
         from engine_shim.attention.kernel_attention import KernelAttention  # imports triton

@@ -36,6 +36,7 @@ def choose(
         (ALL, {"graph_decodes": 8}, AttentionKind.TRITON),
         (ALL, {"head_dim": 80}, AttentionKind.TRITON),
         (ALL, {"dtype": torch.float32}, AttentionKind.TRITON),
+        (ALL, {"kv_cache_dtype": "fp8_e4m3"}, AttentionKind.TRITON),
         (ALL, {"window_tails": "rebuilt"}, AttentionKind.TORCH),
         (ALL, {"window_tails": "rebuilt", "attention": "flashinfer"}, AttentionKind.FLASHINFER),
         (ALL, {"attention": "torch"}, AttentionKind.TORCH),
@@ -56,6 +57,7 @@ def test_what_attends(
         (ALL, {"device": "cpu"}, "CUDA alone"),
         (ALL, {"head_dim": 80}, "not for 80 in bfloat16"),
         (ALL, {"dtype": torch.float32}, "not for 128 in float32"),
+        (ALL, {"kv_cache_dtype": "fp8_e4m3"}, "eight bits"),
         (ALL, {"graph_decodes": 8}, "graph_decodes: only Triton's"),
     ],
 )

@@ -26,12 +26,14 @@ from engine_shim.attention.kernel_attention import _tiles
 
 INTEGERS = {"pages", "starts", "query_starts", "lengths", "extends", "decodes"}
 FLOATS = {"peaks", "totals", "mixes"}
-POINTERS = {"out", "query", "keys", "values"}
+POINTERS = {"out", "query"}
+POOLS = {"keys", "values"}
 
-def compiled(kernel, type_, head_dim, capability):
+def compiled(kernel, type_, head_dim, capability, packed):
     tiles = _tiles(head_dim, 4)
     constants = {
-        "REPEATS": 4, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "PAGE_TOKENS": 16,
+        "REPEATS": 4, "HEAD_DIM": head_dim, "HEAD_STRIDE": head_dim + 4 * packed,
+        "DIM": triton.next_power_of_2(head_dim), "PAGE_TOKENS": 16,
         "ROWS": tiles.rows if kernel is kernels.extend_kernel else 16, "KEYS": tiles.keys, "SPLITS": 16,
     }
     signature = {}
@@ -44,6 +46,8 @@ def compiled(kernel, type_, head_dim, capability):
             signature[name] = "*fp32"
         elif name in POINTERS:
             signature[name] = "*" + type_
+        elif name in POOLS:
+            signature[name] = "*u8" if packed else "*" + type_
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
     # A scalar that Triton specialises on would compile anew as it becomes 1, or divisible by 16.
@@ -55,27 +59,34 @@ def compiled(kernel, type_, head_dim, capability):
     return {"kernel": kernel.__name__, "specialised": specialised, "shared": done.metadata.shared,
             "cubin": len(done.asm["cubin"]), "wide": wide}
 
-type_, head_dim, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-print(json.dumps([compiled(kernel, type_, head_dim, capability)
+type_, head_dim, capability, packed = sys.argv[1], *map(int, sys.argv[2:])
+print(json.dumps([compiled(kernel, type_, head_dim, capability, packed)
                   for kernel in (kernels.extend_kernel, kernels.decode_kernel, kernels.join_kernel)]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("type_", "head_dim", "capability", "shared_limit"),
+    ("type_", "head_dim", "capability", "packed", "shared_limit"),
     [
-        ("bf16", 128, 90, 227 << 10),
-        ("bf16", 256, 80, 163 << 10),
-        ("fp16", 80, 80, 163 << 10),
-        ("fp32", 256, 90, 227 << 10),
+        ("bf16", 128, 90, 0, 227 << 10),
+        ("bf16", 256, 80, 0, 163 << 10),
+        ("fp16", 80, 80, 0, 163 << 10),
+        ("fp32", 256, 90, 0, 227 << 10),
+        ("bf16", 128, 90, 1, 227 << 10),
+        ("fp16", 128, 80, 1, 163 << 10),
     ],
 )
-def test_compiles_without_a_gpu(type_: str, head_dim: int, capability: int, shared_limit: int, tmp_path: Path) -> None:
-    """Down to machine code, with 64-bit products in it, for any length, in as much shared memory as there is."""
+def test_compiles_without_a_gpu(
+    type_: str, head_dim: int, capability: int, packed: int, shared_limit: int, tmp_path: Path
+) -> None:
+    """Down to machine code, with 64-bit products in it, for any length, in as much shared memory as there is.
+
+    ``packed``: over keys and values of eight bits.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, type_, str(head_dim), str(capability)],
+        [sys.executable, "-c", _COMPILE, type_, str(head_dim), str(capability), str(packed)],
         env=environment,
         capture_output=True,
         text=True,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_rank import ParityRank
+from parity_rank import NAN_BYTE, ParityRank
 
+from engine_shim.attention.buffers import TensorPages
 from engine_shim.cache.transfers import LoadError, WritePolicy
 from engine_shim.model.decoder import Decoder
 from engine_shim.offload.disk import DiskPool
@@ -52,13 +53,15 @@ class OffloadRank(ParityRank):
         self.host = HostPool.allocate(self.runner.buffers, host_pages)
         for tensors in self.host.buffers:
             for tensor in tensors:
-                tensor.fill_(torch.nan)
+                tensor.fill_(torch.nan if tensor.is_floating_point() else NAN_BYTE)
         self.disk = None
         if disk_pages is not None:
             sizes = [self.host.page_bytes(group.index) for group in self.layout.groups]
             self.disk = DiskPool(
                 folder,
-                fingerprint=fingerprint(self.runner.decoder, self.layout),
+                fingerprint=fingerprint(
+                    self.runner.decoder, self.layout, contents=TensorPages(self.runner.buffers).contents
+                ),
                 page_tokens=self.layout.page_tokens,
                 page_bytes=sizes,
                 pages=disk_pages,

@@ -14,7 +14,10 @@ from engine_shim.model.loading import layout_for
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.schedule.scheduler import Scheduler
 from engine_shim.speculative.drafter import Drafter
-from engine_shim.types import Batch, CacheLayout, GroupKind, Request, Sampled, Sampling, WindowTails
+from engine_shim.types import Batch, CacheLayout, Request, Sampled, Sampling, WindowTails
+
+#: Of a packed cache, code and scale: no number.
+NAN_BYTE = 0x7F
 
 
 class ParityRank:
@@ -41,6 +44,7 @@ class ParityRank:
         draft_tokens: int = 0,
         kernels: bool = False,
         flashinfer: bool = False,
+        fp8: bool = False,
         graph_decodes: int = 0,
         window_tails: WindowTails = WindowTails.STORED,
         overlaps: bool = False,
@@ -62,6 +66,7 @@ class ParityRank:
             drafter=self.drafter,
             kernels=kernels,
             flashinfer=flashinfer,
+            fp8=fp8,
             graph_decodes=graph_decodes,
             overlaps=overlaps,
         )
@@ -128,13 +133,5 @@ class ParityRank:
         """NaN into the null page and every page that nobody holds: reading one shows in the logits."""
         for group, pool in enumerate(self.scheduler._memory.cache.pools):
             pages = torch.tensor(sorted({0, *pool.free_set()}))
-            if self.layout.groups[group].kind is GroupKind.DRAFT:
-                for tensor in (self.drafter.keys, self.drafter.values, self.drafter.tails):
-                    tensor[:, pages] = torch.nan
-                continue
-            if self.layout.groups[group].kind is GroupKind.STATE:
-                self.runner.states.memories[:, pages] = torch.nan
-                self.runner.states.inputs[:, pages] = torch.nan
-                continue
-            self.runner.pools.keys[group][:, pages] = torch.nan
-            self.runner.pools.values[group][:, pages] = torch.nan
+            for tensor in self.runner.buffers[group]:
+                tensor[:, pages] = torch.nan if tensor.is_floating_point() else NAN_BYTE
