@@ -125,6 +125,7 @@ class _Replay:
                 block_tokens=capture.block_tokens,
                 pool_tokens=capture.pool_tokens,
                 pool_blocks=capture.pool_blocks,
+                prefill_chunk_tokens=capture.prefill_chunk_tokens,
             )
             self._fleet.set_status(slot, RankStatus.READY)
         self._slots = frozenset(range(ranks))

@@ -159,6 +159,7 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
                     "dp_size": info.dp_size,
                     "pool_tokens": info.pool_tokens,
                     "pool_blocks": info.pool_blocks,
+                    "chunked_prefill_size": info.prefill_chunk_tokens,
                     **options.geometry,
                 },
             )

@@ -82,6 +82,7 @@ class Capture:
     block_tokens: int | None = None
     pool_tokens: int | None = None
     pool_blocks: int | None = None
+    prefill_chunk_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
 
 
@@ -129,6 +130,7 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         block_tokens=_first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size"),
         pool_tokens=_pool_tokens(settings),
         pool_blocks=_pool_blocks(settings, records, ranks=1 + max((message.rank for message in messages), default=0)),
+        prefill_chunk_tokens=_first_number(settings, "chunked_prefill_size"),
         adapters=_adapters(settings),
     )
 

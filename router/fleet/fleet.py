@@ -111,11 +111,13 @@ class Fleet:
         block_tokens: int | None,
         pool_tokens: int | None,
         pool_blocks: int | None = None,
+        prefill_chunk_tokens: int | None = None,
         cards: Mapping[str, ModelCard] | None = None,
     ) -> int:
         """Know a rank, PENDING at first. Returns its slot: the lowest that is free.
 
-        ``pool_blocks`` are for all groups of layers together.
+        ``pool_blocks`` are for all groups of layers together; of prompts no more than ``prefill_chunk_tokens`` are
+        computed at once.
         """
         slot = next(number for number in range(len(self._members) + 1) if number not in self._members)
         pace = prior(
@@ -133,6 +135,7 @@ class Fleet:
             load=self.loads.load(slot),
             pool_tokens=pool_tokens,
             pool_blocks=pool_blocks,
+            prefill_chunk_tokens=prefill_chunk_tokens,
             cards=cards or {},
         )
         self._members[slot] = member
@@ -243,7 +246,7 @@ class Fleet:
             if member.index is not None:
                 member.index.apply(slot, event)
         if member.index is not None:
-            member.index.provisional.settle()
+            member.index.end_batch(slot)
         member.stored_events += counts.get(BlockStored.__name__, 0)
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)

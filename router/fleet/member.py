@@ -48,6 +48,7 @@ class Member:
     residency: Residency = field(default_factory=Residency)
     pool_tokens: int | None = None
     pool_blocks: int | None = None
+    prefill_chunk_tokens: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None

@@ -49,6 +49,7 @@ class Ranks(Picture, Protocol):
         block_tokens: int | None,
         pool_tokens: int | None,
         pool_blocks: int | None,
+        prefill_chunk_tokens: int | None,
         cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
@@ -321,6 +322,7 @@ class Registry:
             block_tokens=info.block_tokens,
             pool_tokens=info.pool_tokens,
             pool_blocks=info.pool_blocks,
+            prefill_chunk_tokens=info.prefill_chunk_tokens,
             cards=info.cards,
         )
 

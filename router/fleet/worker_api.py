@@ -49,6 +49,8 @@ class WorkerInfo:
     bootstrap_port: int | None = None
     #: Of one rank, for all groups of layers together.
     pool_blocks: int | None = None
+    #: Of prompts, no more tokens than these are computed at once.
+    prefill_chunk_tokens: int | None = None
     #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
     cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
@@ -115,6 +117,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         or _number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         pool_blocks=_pool_blocks(cache, dp_size=dp_size) if engine is Engine.VLLM else None,
+        prefill_chunk_tokens=_number((server or {}).get("chunked_prefill_size")),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
         bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),

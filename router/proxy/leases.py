@@ -96,8 +96,13 @@ class Leases:
             fleet.texts.add(decision.slot, prepared.text_keys)
             return lease
         lease.allocation = self._promises.sent(member, prepared)
-        if not is_handed and counts_at_dispatch(member) and (promise := self._promises.prompt(member, prepared)):
-            lease.promises.append(promise)
+        if not is_handed:
+            if counts_at_dispatch(member):
+                promise = self._promises.prompt(member, prepared)
+            else:
+                promise = self._promises.pieces(member, prepared, cached_tokens=decision.expected_cached_tokens)
+            if promise:
+                lease.promises.append(promise)
         return lease
 
     def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
@@ -115,7 +120,8 @@ class Leases:
 
     def _filled(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         """The prompt's blocks are there now."""
-        if not lease.promises and (promise := self._promises.prompt(lease.member, lease.prepared)):
+        is_promised = bool(lease.promises) and counts_at_dispatch(lease.member)
+        if not is_promised and (promise := self._promises.prompt(lease.member, lease.prepared)):
             lease.promises.append(promise)
         self._promises.begun(lease.allocation)
         if generated is not None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from router.core.chunked_prefill import found_behind
 from router.core.index import PrefixIndex
 from router.core.namespaces import PLAIN
 from router.core.provisional import Ticket
@@ -89,6 +90,27 @@ class Promises:
         return index, index.promise(
             member.slot, prepared.keys(index.block_tokens), prompt_tokens=prepared.prompt_tokens
         )
+
+    def pieces(self, member: Member, prepared: PreparedRequest, *, cached_tokens: int) -> Promise | None:
+        """The prompt's blocks that prompts behind it find before it is computed whole: of a long one all but the end.
+
+        ``cached_tokens`` of it are there. Its own tokens wait already.
+        """
+        index, chunk_tokens = member.index, member.prefill_chunk_tokens
+        if index is None or not chunk_tokens or prepared.tokens is None or not self._fleet.knows(member):
+            return None
+        found = found_behind(
+            prepared.prompt_tokens,
+            cached_tokens=cached_tokens,
+            waiting_tokens=max(0, member.load.waiting_tokens - (prepared.prompt_tokens - cached_tokens)),
+            chunk_tokens=chunk_tokens,
+            page_tokens=index.block_tokens,
+        )
+        blocks = found // index.block_tokens
+        if not blocks:
+            return None
+        keys = prepared.keys(index.block_tokens)[:blocks]
+        return index, index.promise(member.slot, keys, prompt_tokens=found + 1)
 
     def output(self, member: Member, prepared: PreparedRequest, output: Sequence[int]) -> Promise | None:
         """The answer's blocks too. The last token's own keys and values are never computed: blocks end before it."""
@@ -188,6 +210,6 @@ def counts_at_dispatch(member: Member) -> bool:
     """Whether a second request finds the blocks of one that has not been prefilled yet.
 
     vLLM and the shim enter blocks as they schedule them; SGLang once they are computed: what is in flight together all
-    misses.
+    misses, but for prompts computed in pieces (``Promises.pieces``).
     """
     return member.target.engine is not Engine.SGLANG

@@ -44,13 +44,21 @@ class World:
             self.brain.set_tokenizer("m", TOKENIZER)
         self.slots = [self.add(f"w{number}") for number in range(ranks)]
 
-    def add(self, worker: str, *, models: frozenset[str] = frozenset({"m"})) -> int:
+    def add(
+        self,
+        worker: str,
+        *,
+        models: frozenset[str] = frozenset({"m"}),
+        engine: Engine = Engine.SHIM,
+        prefill_chunk_tokens: int | None = None,
+    ) -> int:
         slot = self.fleet.add_rank(
             RankId(worker, 0),
-            target=Target("127.0.0.1", 1, 0, 1, Engine.SHIM),
+            target=Target("127.0.0.1", 1, 0, 1, engine),
             models=models,
             block_tokens=BLOCK,
             pool_tokens=100_000,
+            prefill_chunk_tokens=prefill_chunk_tokens,
         )
         self.fleet.set_status(slot, RankStatus.READY)
         return slot

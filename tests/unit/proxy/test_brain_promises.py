@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from router.core.types import RankStatus, Reason
+from router.core.types import Engine, RankStatus, Reason
 from router.errors import NotFound, NoWorker
 from router.proxy.promises import PROVISIONAL_SECONDS
 from router.proxy.types import Outcome
@@ -23,6 +23,41 @@ async def test_the_same_prompt_at_once_is_expected_on_the_same_rank() -> None:
 
     assert (first.decision.expected_cached_tokens, second.decision.expected_cached_tokens) == (0, 96)
     assert (second.decision.slot, second.decision.reason) == (first.decision.slot, Reason.HOME)
+
+
+async def test_of_an_sglang_only_what_is_computed_in_pieces_counts_at_once() -> None:
+    """Of 300 tokens in pieces of 128, two pieces enter the tree before the last: 256 are found, and with the first
+    token all 18 blocks. A prompt of 100 is one piece.
+    """
+    world = World(ranks=0)
+    slot = world.add("sglang", engine=Engine.SGLANG, prefill_chunk_tokens=128)
+    short = await world.ask(prompt_of(100, start=9000))
+    assert await world.promised(prompt_of(100, start=9000)) == {}
+    short.lease.first_byte()
+
+    attempt = await world.ask(prompt_of(300))
+    assert await world.promised(prompt_of(300)) == {slot: 256}
+    attempt.lease.first_byte()
+    assert await world.promised(prompt_of(300)) == {slot: 288}
+
+
+async def test_the_pieces_of_a_prompt_that_failed_are_taken_back() -> None:
+    """Nothing of it will be there."""
+    world = World(ranks=0)
+    world.add("sglang", engine=Engine.SGLANG, prefill_chunk_tokens=128)
+    attempt = await world.ask(prompt_of(300))
+    attempt.lease.close(Outcome.RESET, None)
+
+    assert await world.promised(prompt_of(300)) == {}
+
+
+async def test_an_sglang_that_does_not_say_how_it_cuts_prompts_promises_nothing_at_once() -> None:
+    """What is in flight together misses."""
+    world = World(ranks=0)
+    world.add("sglang", engine=Engine.SGLANG)
+    await world.ask(prompt_of(300))
+
+    assert await world.promised(prompt_of(300)) == {}
 
 
 async def test_a_prompt_of_whole_blocks_keeps_one_token_to_compute() -> None:
