@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -304,3 +305,35 @@ async def test_connections_beyond_the_limit_are_turned_away(total: int, per_addr
             await client.send(ASK)
             assert (await client.answer()).status == 200
             await client.close()
+
+
+async def test_no_more_than_a_few_who_are_turned_away_are_waited_for() -> None:
+    """After its answer such a connection stays open for what the client may still be sending. A flood of them would
+    take every file there is: 64 may stay, the others are closed with the answer.
+    """
+    loop = asyncio.get_running_loop()
+    async with rig(server=ServerSettings(port=0, max_connections=1)) as it, AsyncExitStack() as stack:
+        first = await it.connect()
+        await until(lambda: it.count("homing_connections") == 1)
+        refused = [stack.enter_context(socket.socket()) for _ in range(80)]
+        for client in refused:
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", it.port))
+        for client in refused:
+            said = b""
+            while piece := await loop.sock_recv(client, 65536):
+                said += piece
+            assert said.startswith(b"HTTP/1.1 503 ")
+            client.send(b"x")  # answered by a reset where nobody is left
+        await asyncio.sleep(0.1)
+        assert sum(_is_reset(client) for client in refused) == 16
+        await first.close()
+    await asyncio.sleep(0.1)  # until those are gone who waited
+
+
+def _is_reset(client: socket.socket) -> bool:
+    try:
+        client.send(b"x")
+    except ConnectionError:
+        return True
+    return False

@@ -149,6 +149,18 @@ async def test_who_leaves_is_held_no_more() -> None:
         await stayer.close()
 
 
+async def test_who_is_held_has_no_place_to_give_back() -> None:
+    """It gave its place up when it began to wait. When it leaves, no more may be under way at once than before."""
+    async with _full((0.5, *OK), max_inflight=1) as (world, worker):
+        leaver = await _held(world, 1)
+        await leaver.close()
+        await until(lambda: world.count("homing_admission_held_requests") == 0)
+        asking = [asyncio.create_task(world.ask(0, **_big(0))) for _ in range(2)]
+        await until(lambda: world.count("homing_queued_requests") == 1)
+        assert len(worker.requests) <= 2  # the one that filled the pool, and one of these
+        assert [answer_.status for answer_ in await asyncio.gather(*asking)] == [200, 200]
+
+
 def _events(body: bytes) -> Iterator[bytes]:
     return (part for part in body.split(b"\n\n") if part and not part.startswith(b":"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 
@@ -153,6 +154,20 @@ async def test_http_1_0_client_gets_the_end_of_the_connection() -> None:
         assert rest == b"abcd"
         assert b"transfer-encoding" not in head
         assert b"connection: close" in head
+
+
+async def test_http_1_0_client_that_asks_to_stay_is_told_that_it_may() -> None:
+    """Of itself that version closes after each answer: a client that is not told so would wait for the end of one."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        body = json.dumps(ASK).encode()
+        asked = b"POST %b HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: %d\r\n\r\n%b"
+        for _ in range(2):
+            writer.write(asked % (CHAT.encode(), len(body), body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"\r\nconnection: keep-alive\r\n" in head
+            assert await reader.readexactly(len(OK_BODY)) == OK_BODY
+        writer.close()
 
 
 async def test_stream_passes_and_its_usage_is_read() -> None:

@@ -1,0 +1,51 @@
+"""Connections to workers, without a router around them: what one exchange leaves for the next."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
+from router.settings import UpstreamSettings
+from tests.fakes.fault_worker import FaultWorker, answer
+from tests.fakes.proxy_rig import target
+
+
+class Reader:
+    """Takes one answer, and is behind as soon as it has come."""
+
+    def __init__(self, connection: UpstreamConnection, *, pauses: bool) -> None:
+        self._connection = connection
+        self._pauses = pauses
+        self.ended: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        self.body = b""
+
+    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+        assert head.status == 200
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+        if self._pauses:
+            self._connection.pause()
+
+    def on_end(self, failure: Failure | None) -> None:
+        self.ended.set_result(failure)
+
+    def waits_on(self, silent_seconds: float) -> bool:
+        return True
+
+
+async def test_a_connection_that_was_paused_to_the_end_serves_the_next_request() -> None:
+    """Its client was slow to read the last piece. The next client's answer is read as if nothing had been."""
+    pool = UpstreamPool(UpstreamSettings())
+    async with FaultWorker([(answer(200, b"first"),), (answer(200, b"second"),)]) as worker, asyncio.timeout(5):
+        connection = await pool.connect(target(worker.port))
+        for body in (b"first", b"second"):
+            assert isinstance(connection, UpstreamConnection)
+            reader = Reader(connection, pauses=body == b"first")
+            connection.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"", reader)
+            assert await reader.ended is None
+            assert reader.body == body
+            pool.give_back(connection)
+            connection = pool.take(target(worker.port))
+        assert worker.connections == 1
+        pool.close()
