@@ -48,6 +48,19 @@ class Expected:
         """The chain's first units up to ``end``, if the event's blocks stand behind them; else none."""
         return self.keys[:end] if self._continues(end, event.token_ids, unit_tokens) else ()
 
+    def end_of(self, event: BlockStored, *, unit_tokens: int) -> Sequence[int]:
+        """The chain's last units, if they are those that the event covers; else none.
+
+        What divides namespaces may be told of the very first unit alone: that one stands with those behind it.
+        """
+        count = len(event.token_ids) // unit_tokens
+        at = len(self.keys) - count
+        first = max(at, 1)
+        if at < 0 or first == len(self.keys) or (event.parent is None) != (at == 0):
+            return ()
+        is_own = self._continues(first, event.token_ids[(first - at) * unit_tokens :], unit_tokens)
+        return self.keys[at:] if is_own else ()
+
     def tail_of(self, event: BlockStored, *, unit_tokens: int) -> int | None:
         """The key of the unit that the event stores, if it is this prompt's last."""
         is_own = self.tail > 1 and self._continues(self.tail - 1, event.token_ids, unit_tokens)

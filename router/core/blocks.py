@@ -39,6 +39,7 @@ class Blocks:
         self._names: dict[str, Names] = {}
         self._ranks: dict[int, RankState] = {}
         self._forgotten = 0
+        self._lone = 0  # slot bits of ranks without a dense group (``core/lone_groups``)
 
     # --- membership -------------------------------------------------------------------------------
 
@@ -53,6 +54,7 @@ class Blocks:
         """Forget a rank and all it held."""
         self.clear(slot)
         self._ranks.pop(slot).chains.members &= ~(1 << slot)
+        self._lone &= ~(1 << slot)
 
     def clear(self, slot: int) -> None:
         """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""

@@ -47,13 +47,13 @@ class PrefixIndex(Residency):
         rank = self._ranks[slot]
         ends = keys[rank.stride - 1 :: rank.stride]
         held = rank.chains.depths(rank.chains.path(ends, limit=len(ends))).get(slot, 0)
-        promised = {DENSE: ends[held:]}
+        promised: dict[int, Sequence[int]] = {DENSE: () if rank.is_lone else ends[held:]}
         limit = (prompt_tokens - 1) // self.block_tokens
         if rank.rules:
             known = self._depths(keys, prompt_tokens).get(slot, 0)
             usable = self._boundary(rank, keys, known)
             step = math.lcm(rank.align, rank.stride)
-            kept = {end - end % step for end in ((limit, known) if known > usable else (limit,))}
+            kept = {end - end % step for end in ((limit, known) if known > usable and not rank.is_lone else (limit,))}
             if rank.has_tails and limit % rank.stride:
                 kept.add(limit)
                 promised[DENSE] = (*ends[held:], keys[limit - 1])
@@ -68,7 +68,7 @@ class PrefixIndex(Residency):
         ends = keys[rank.stride - 1 :: rank.stride]
         path = rank.chains.path(ends, limit=len(ends))
         lacking = [at for at in range(start // rank.stride, len(ends)) if not rank.chains.holds_at(path, slot, at)]
-        promised: dict[int, Sequence[int]] = {DENSE: [ends[at] for at in lacking]}
+        promised: dict[int, Sequence[int]] = {DENSE: () if rank.is_lone else [ends[at] for at in lacking]}
         for group, rule in rank.rules.items():
             promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
         return self._expect(rank, slot, promised, Expected(keys, start=start))
@@ -203,6 +203,8 @@ class PrefixIndex(Residency):
                 found.update(blocks if stride == 1 else {slot: count * stride for slot, count in blocks.items()})
         if self._sparse.get(TAILS):
             self._add_tails(found, keys, limit)
+        if self._lone and not below:
+            self._add_lone(found, keys, limit)
         return found
 
     def _add_tails(self, found: dict[int, int], keys: Sequence[int], limit: int) -> None:

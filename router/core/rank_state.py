@@ -88,7 +88,7 @@ class RankState:
     whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
-    stored.
+    stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
     """
 
     bit: int
@@ -106,6 +106,8 @@ class RankState:
     rules: dict[int, Rule] = field(default_factory=dict)
     keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
+    unplaced: list[BlockStored] = field(default_factory=list)
+    is_lone: bool = False
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()
     orphan_blocks: int = 0
@@ -167,6 +169,13 @@ class RankState:
         if len(self.unnamed) > MAX_UNNAMED:
             del self.unnamed[next(iter(self.unnamed))]
 
+    def wait_unplaced(self) -> None:
+        """What sparse groups have told of in this batch waits for a dense event that names it."""
+        for event in self.unplaced:
+            for name in event.hashes:
+                self.wait_for_name(name, event.group)
+        self.unplaced.clear()
+
     def drop_unnamed(self, name: EngineHash, group: int) -> None:
         """A sparse group has lost a block that waits for its name."""
         waiting = self.unnamed.get(name, [])
@@ -178,6 +187,7 @@ class RankState:
     def forget_waits(self) -> None:
         """Nothing is waited for."""
         self.orphans.clear()
+        self.unplaced.clear()
         self.unnamed.clear()
         self.orphan_blocks = 0
         self._waiting.clear()

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 
-from router.core.adoption import Expected
-from router.core.blocks import Blocks
+from router.core.lone_groups import LoneGroups
 from router.core.provisional import DENSE
 from router.core.radix_pool import RadixPool
 from router.core.rank_state import RankState, keys_of_event
@@ -27,11 +25,9 @@ TAILS = -2
 #: On each rank so many blocks may wait for a parent, or this share of those that may be known, if it is more.
 FEW_ORPHANS = 1024
 ORPHANS_SHARE = 16
-#: Places of chains in flight that an event without a known parent is held against, those sent last first.
-MOST_TRIED = 128
 
 
-class Residency(Blocks):
+class Residency(LoneGroups):
     """Blocks, as events bring and take them."""
 
     # --- events -----------------------------------------------------------------------------------
@@ -70,6 +66,7 @@ class Residency(Blocks):
         if rule.kind is Kind.DENSE and rank.dense_group is None:
             rank.dense_group = event.group
             self._set_stride(slot, rule.stride)
+            rank.is_lone, self._lone = False, self._lone & ~rank.bit
         else:
             rank.rules[event.group] = rule
         rank.align = math.lcm(
@@ -79,6 +76,9 @@ class Residency(Blocks):
         if rank.dense_group is not None:
             for units in rank.adopted.resumed:
                 self._resume(rank, slot, units)
+            early, rank.unplaced = rank.unplaced, []
+            for each in early:
+                self._store_sparse(rank, slot, each)
 
     def _share_pool(self, rank: RankState) -> None:
         """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""
@@ -202,6 +202,12 @@ class Residency(Blocks):
             rank.reported = event.hashes
             return
         self._note_keeping(rank, event)
+        if rank.is_lone:
+            self._store_lone(rank, slot, event)
+            return
+        if rank.dense_group is None:
+            rank.unplaced.append(event)
+            return
         for name in event.hashes:
             key = self._key(rank, name)
             if key is not None:
@@ -251,6 +257,7 @@ class Residency(Blocks):
         rank = self._ranks[slot]
         tier = tier_of(event.medium)
         if event.group in rank.rules:
+            rank.wait_unplaced()
             if tier == GPU:
                 for name in event.hashes:
                     self._lose_sparse(rank, slot, name, event.group)
@@ -273,7 +280,9 @@ class Residency(Blocks):
         if key is None:
             rank.drop_unnamed(name, group)
             return
-        table.lose(slot, key)
+        is_last = table.lose(slot, key)
+        if rank.is_lone:
+            rank.blocks -= is_last
         if isinstance(rank.pool, SharedPool) and group in rank.rules:
             rank.pool.guard.attempt(rank.pool.lost, group, key)
         if name in rank.names.strays and not self._is_sparse(key):
@@ -312,62 +321,7 @@ class Residency(Blocks):
             self._note_forgotten(1)
         return key if is_last else None
 
-    # --- what is placed by the prompts that were sent ----------------------------------------------
-
-    def _adopt(self, rank: RankState, slot: int, event: BlockStored, chains: Iterable[Expected]) -> int | None:
-        """Place the event's unknown parent, and what is before it: the rank has all of that."""
-        if self.namespaces or event.parent is None:
-            return None
-        unit = self.block_tokens
-        places = ((chain, end) for chain in chains for end in chain.ends(event, unit_tokens=unit))
-        tried = ((chain, chain.before(event, unit_tokens=unit, end=end)) for chain, end in islice(places, MOST_TRIED))
-        chain, units = next(((chain, units) for chain, units in tried if units), (None, ()))
-        if chain is None:
-            return None
-        taken = self._take_over(rank, slot, units[rank.stride - 1 :: rank.stride])
-        if taken is None:
-            return None
-        if chain.start is None:
-            self._take_over_sparse(rank, slot, units)
-        rank.names.learn((event.parent,), taken[:1])
-        rank.adopted.named(taken[0])
-        return taken[0]
-
-    def reused(self, slot: int, keys: Sequence[int], *, tokens: int) -> None:
-        """The engine says that it has reused so many tokens of a prompt."""
-        rank = self._ranks[slot]
-        units = tokens // self.block_tokens
-        if self.namespaces or not units:
-            return
-        rank.adopted.resumed.append(keys[: units + rank.stride * rank.geometry.eagle])
-        if rank.dense_group is not None:  # else nothing is known to be told of it
-            self._resume(rank, slot, rank.adopted.resumed[-1])
-
-    def _resume(self, rank: RankState, slot: int, units: Sequence[int]) -> None:
-        """The engine has gone on behind these units."""
-        units = units[: len(units) - len(units) % rank.align]
-        taken = self._take_over(rank, slot, ends) if (ends := units[rank.stride - 1 :: rank.stride]) else None
-        if taken is None:
-            return
-        self._take_over_sparse(rank, slot, units)
-        place, is_new = taken
-        if is_new or place in rank.adopted.nameless:
-            pool_blocks = None if rank.pool is None else rank.pool.blocks
-            unknown_blocks = math.inf if pool_blocks is None else max(0, pool_blocks - self._copies(slot))
-            if (gone := rank.adopted.reuse(place, unknown_blocks=unknown_blocks)) is not None:
-                self._let_go(rank, slot, gone, with_itself=True)
-
-    def _heal(self, rank: RankState, slot: int, parent: int) -> None:
-        """What is stored behind a block shows that all before it is there, whatever removals there were of copies."""
-        run, at = self._runs.at(parent)
-        pieces: list[Sequence[int]] = []
-        is_whole = True
-        while run is not None:
-            is_whole = is_whole and run.device.holds_first(slot, at + 1)
-            pieces.append(run.keys[: at + 1])
-            run, at = (None, 0) if run.parent is None else (run.parent[0], run.parent[1] - 1)
-        if not is_whole:
-            self._take_over(rank, slot, [key for piece in reversed(pieces) for key in piece])
+    # --- ends of prompts inside a block ---------------------------------------------------------------
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""

@@ -10,7 +10,7 @@ from router.core.adoption import Adopted
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.provisional import Ticket
-from router.core.residency import MOST_TRIED
+from router.core.taking_over import MOST_TRIED
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockRemoved, BlockStored
 
