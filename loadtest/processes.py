@@ -102,16 +102,16 @@ def end_on_signals() -> None:
 @contextlib.contextmanager
 def running(processes: Sequence[HomingProcess]) -> Iterator[list[dict[str, str]]]:
     """Start all and wait until they are ready; end all, whatever happens."""
-    try:
-        for process in processes:
-            process.start()
-        with ThreadPoolExecutor(len(processes)) as pool:
+    with ThreadPoolExecutor(len(processes)) as pool:  # whose threads see the processes end, and so end themselves
+        try:
+            for process in processes:
+                process.start()
             yield list(pool.map(HomingProcess.ready, processes))
-    finally:
-        for process in processes:
-            process.end()
-        for process in processes:
-            process.wait()
+        finally:
+            for process in processes:
+                process.end()
+            for process in processes:
+                process.wait()
 
 
 @contextlib.contextmanager

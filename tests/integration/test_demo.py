@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+
+from loadtest.processes import HomingProcess
+from loadtest.processes import running as processes
 
 DEMO = [sys.executable, "-m", "loadtest.demo"]
 
@@ -58,3 +62,14 @@ def test_a_demo_that_is_stopped_stops_its_processes(number: signal.Signals) -> N
     assert demo.returncode == 130
     assert "Traceback" not in output
     assert not running(started)
+
+
+def test_who_is_told_to_end_waits_for_nobody_to_be_ready(tmp_path: Path) -> None:
+    """Ctrl-C while a process starts, which would take ten minutes: it is ended at once."""
+    starting = HomingProcess("starting", (), logs=tmp_path)
+    starting._command = (sys.executable, "-c", "import time; time.sleep(600)")
+    ctrl_c = threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt), processes([starting]):
+        pass
+    assert starting.has_ended
