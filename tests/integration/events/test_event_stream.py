@@ -334,7 +334,7 @@ async def test_a_long_replay_leaves_the_loop_to_others(consumer: Consumer, publi
     await publisher.publish(stored(11), lost=True)
     consumer.follow(await publisher.start())
     seen = set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while consumer.holds() != {11}:
             seen.add(consumer.count("kv_events", type="BlockStored"))
             await asyncio.sleep(0)
