@@ -23,6 +23,8 @@ def to_device(values: HostValues, device: torch.device, *, dtype: torch.dtype | 
     On the CPU an array or tensor is not copied.
     """
     host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -56,10 +56,11 @@ class DecodedPages(Gathered):
         return self._decoded(keys, segment), self._decoded(values, segment)
 
     def _decoded(self, pool: Tensor, segment: Segment) -> Tensor:
-        decoded = unpack(pool.index_select(0, segment.pages.view(-1)), self._dtype).flatten(0, 1)
-        if segment.blank is not None:
-            decoded.index_fill_(0, segment.blank, 0.0)
-        return decoded.view(segment.pages.shape[0], -1, *decoded.shape[1:])[:, segment.keys]
+        pages, blank = segment.pages.placed()
+        decoded = unpack(pool.index_select(0, pages.view(-1)), self._dtype).flatten(0, 1)
+        if blank is not None:
+            decoded.index_fill_(0, blank, 0.0)
+        return decoded.view(pages.shape[0], -1, *decoded.shape[1:])[:, segment.keys]
 
 
 class PackedAttention:

@@ -58,13 +58,20 @@ class Succession:
         self._step += 1
         self._before, self._now = self._now, {}
 
-    def find(self, chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int, device: torch.device) -> GoingOn:
-        """Where the decodes stand that share a segment of a full-attention group; once for each segment of a step."""
+    def find(
+        self,
+        chunks: Sequence[Chunk],
+        group: CacheGroup,
+        tables: list[list[int]],
+        *,
+        page_tokens: int,
+        device: torch.device,
+    ) -> GoingOn:
+        """Where the decodes stand that share a segment of a full-attention group; once for each segment of a step.
+
+        ``tables`` are their pages up to and including this step's tokens; nobody changes them any more.
+        """
         starts = [chunk.start for chunk in chunks]
-        tables = [
-            [*chunk.tables[group.index][: start // page_tokens + 1]]
-            for chunk, start in zip(chunks, starts, strict=True)
-        ]
         key = (group.index, tuple(chunk.request for chunk in chunks))
         before = self._before.get(key)
         follows = before is not None and before.precedes(starts, tables)

@@ -83,24 +83,24 @@ class Gathered:
         return sum(2 * kept.memory[0].nbytes for kept in self._kept.values())
 
     def _gather(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        batch, pages = segment.pages.shape
-        needed = batch * pages * keys[0].numel()
+        pages, blank = segment.pages.placed()
+        needed = pages.numel() * keys[0].numel()
         if self._keys.numel() < needed or self._keys.dtype is not keys.dtype:
             # Contexts grow by a token a step: with room to spare a buffer lasts for many steps.
             self._keys, self._values = (keys.new_empty(needed + needed // 4) for _ in range(2))
-        flat = segment.pages.view(-1)
         return (
-            self._fetch(keys, flat, segment, self._keys[:needed]),
-            self._fetch(values, flat, segment, self._values[:needed]),
+            _fetch(keys, pages, blank, self._keys[:needed])[:, segment.keys],
+            _fetch(values, pages, blank, self._values[:needed])[:, segment.keys],
         )
 
-    @staticmethod
-    def _fetch(pool: Tensor, pages: Tensor, segment: Segment, buffer: Tensor) -> Tensor:
-        # Whole pages: a copy of a few long rows is twice as fast as one of many short ones.
-        torch.index_select(pool.view(pool.shape[0], -1), 0, pages, out=buffer.view(len(pages), -1))
-        if segment.blank is not None:
-            buffer.view(-1, pool.shape[2] * pool.shape[3]).index_fill_(0, segment.blank, 0.0)
-        return buffer.view(segment.pages.shape[0], -1, *pool.shape[2:])[:, segment.keys]
+
+def _fetch(pool: Tensor, pages: Tensor, blank: Tensor | None, buffer: Tensor) -> Tensor:
+    """Pages ``[B, P]`` of a pool, put into ``buffer``: ``[B, tokens, kv_heads, head_dim]``, zeros where it is blank."""
+    # Whole pages: a copy of a few long rows is twice as fast as one of many short ones.
+    torch.index_select(pool.view(pool.shape[0], -1), 0, pages.view(-1), out=buffer.view(pages.numel(), -1))
+    if blank is not None:
+        buffer.view(-1, pool.shape[2] * pool.shape[3]).index_fill_(0, blank, 0.0)
+    return buffer.view(pages.shape[0], -1, *pool.shape[2:])
 
 
 def _by_head(gathered: Tensor, memory: Tensor) -> Tensor:
@@ -204,13 +204,21 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, segment: Segment, sca
     repeats = heads // kv_heads
     # [B, kv_heads, L, head_dim]
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    if query.shape[0] == batch:
+    if not segment.blocks:
         q = query.view(batch, kv_heads, repeats, head_dim)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, scale=scale)
         return out.reshape(batch, heads, head_dim)
-    count = query.shape[0] // batch
-    q = query.view(count, kv_heads, repeats, head_dim).permute(2, 1, 0, 3)
-    k = k.expand(repeats, -1, -1, -1)
-    v = v.expand(repeats, -1, -1, -1)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=segment.mask, is_causal=segment.causal, scale=scale)
-    return out.permute(2, 1, 0, 3).reshape(count, heads, head_dim)
+    out = torch.empty_like(query)
+    k, v = k.expand(repeats, -1, -1, -1), v.expand(repeats, -1, -1, -1)
+    # [repeats, kv_heads, C, head_dim]
+    q, laid = (each.view(-1, kv_heads, repeats, head_dim).permute(2, 1, 0, 3) for each in (query, out))
+    for block in segment.blocks:
+        laid[:, :, block.queries] = scaled_dot_product_attention(
+            q[:, :, block.queries],
+            k[:, :, block.keys],
+            v[:, :, block.keys],
+            attn_mask=None if block.mask is None else block.mask[None, None],
+            is_causal=block.mask is None,
+            scale=scale,
+        )
+    return out

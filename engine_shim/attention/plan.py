@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_shim.attention.blocks import Block, query_blocks
 from engine_shim.attention.going_on import GoingOn, Succession
 from engine_shim.placing import to_device
 from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind
@@ -24,24 +25,55 @@ Integers = npt.NDArray[np.int64]
 _SHORT_TOKENS = 255
 
 
+@dataclass(slots=True)
+class KeyPages:
+    """The pages of a segment's B sequences; as tensors when they are first asked for, which kept keys are not.
+
+    ``hidden`` ``[B, L]``: which of the pages' first L tokens are not a sequence's own; None: all are alike.
+    """
+
+    tables: list[list[int]]
+    hidden: npt.NDArray[np.bool_] | None
+    page_tokens: int
+    device: torch.device
+    _placed: tuple[Tensor, Tensor | None] | None = None
+
+    def placed(self) -> tuple[Tensor, Tensor | None]:
+        """``[B, P]``, where behind a shorter sequence one of its pages stands again, and what is blank.
+
+        That are tokens of the pages, counted through, which are to be zeroed before they are read, since nobody may
+        have written them; None: there are none.
+        """
+        if self._placed is None:
+            width = max(map(len, self.tables))
+            # Behind its end a page that is neither its first nor its last: of that all is written.
+            pages = [[*own, *[own[min(1, len(own) - 1)]] * (width - len(own))] for own in self.tables]
+            blank = None
+            if self.hidden is not None:
+                unsure = np.array([len(own) if len(own) > 2 else width for own in self.tables]) * self.page_tokens
+                rows, places = (self.hidden & (np.arange(self.hidden.shape[1]) < unsure[:, None])).nonzero()
+                blank = to_device(rows * (width * self.page_tokens) + places, self.device)
+            self._placed = to_device(np.array(pages, dtype=np.int64), self.device), blank
+        return self._placed
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Sequences that one attention call serves: B sequences of C queries each, over at most L keys.
 
-    ``rows`` ``[B * C]`` are the queries' rows in the batch, a slice where they lie side by side. ``pages`` ``[B, P]``
-    hold the keys, which are the tokens ``keys`` of these pages, L of them; behind a shorter sequence one of its pages
-    stands again. ``blank`` are the tokens of the pages, counted through, that are to be zeroed before they are read,
-    since nobody may have written them; None: there are none. ``mask`` is added to the scores, ``[B, 1, C, L]`` of 0
-    and -inf; None means that every query sees every key, or, with ``causal`` (C = L), the keys up to its own.
+    ``rows`` ``[B * C]`` are the queries' rows in the batch, a slice where they lie side by side. ``pages`` hold the
+    keys, which are the tokens ``keys`` of these pages, L of them.
+
+    Of a prefill chunk, which is alone (B = 1), ``blocks`` say what its queries see. Of decodes (C = 1) there are none:
+    ``mask``, ``[B, 1, 1, L]`` of 0 and -inf, is added to the scores, and None means that all keys are seen.
     ``going_on`` is set for decodes whose keys, all from the first on, may be kept from step to step.
     """
 
     rows: Tensor | slice
-    pages: Tensor
+    pages: KeyPages
     keys: slice
-    blank: Tensor | None
-    mask: Tensor | None
-    causal: bool
+    mask: Tensor | None = None
+    blocks: tuple[Block, ...] = ()
     going_on: GoingOn | None = None
 
 
@@ -156,31 +188,30 @@ def group_plan(
 ) -> GroupPlan:
     """What chunks that run side by side write and read in one group of attention layers."""
 
-    def place(array: Integers) -> Tensor:
-        return to_device(array, device)
-
-    ends = np.cumsum([chunk.count for chunk in chunks])
+    ends = [*accumulate(chunk.count for chunk in chunks)]
     segments = []
     for members in _together(chunks, group):
         rows: Tensor | slice
         if members[-1] - members[0] == len(members) - 1:
-            rows = slice(int(ends[members[0]]) - chunks[members[0]].count, int(ends[members[-1]]))
+            rows = slice(ends[members[0]] - chunks[members[0]].count, ends[members[-1]])
         else:
-            rows = place(np.concatenate([np.arange(ends[i] - chunks[i].count, ends[i]) for i in members]))
+            rows = to_device([row for i in members for row in range(ends[i] - chunks[i].count, ends[i])], device)
         served = [chunks[i] for i in members]
         keys = _keys(served, group, page_tokens=page_tokens)
-        decodes = keys.count == 1 and group.kind is GroupKind.FULL
-        causal = keys.offset == 0 and keys.count > 1 and not keys.windowed(group)
+        decodes = keys.count == 1
         segments.append(
             Segment(
                 rows=rows,
-                pages=place(keys.pages),
+                pages=KeyPages(keys.tables, keys.hidden, page_tokens, device),
                 keys=keys.tokens,
-                blank=None if keys.blank is None else place(keys.blank),
-                mask=None if causal else _mask(keys, group, device=device, dtype=dtype),
-                causal=causal,
-                going_on=succession.find(served, group, page_tokens=page_tokens, device=device)
-                if succession is not None and decodes
+                mask=_mask(keys.hidden, device=device, dtype=dtype) if decodes else None,
+                blocks=()
+                if decodes
+                else query_blocks(
+                    keys.count, offset=keys.offset, window=group.window_tokens, device=device, dtype=dtype
+                ),
+                going_on=succession.find(served, group, keys.tables, page_tokens=page_tokens, device=device)
+                if succession is not None and decodes and group.kind is GroupKind.FULL
                 else None,
             )
         )
@@ -247,73 +278,45 @@ def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Where a segment's keys are: ``tokens`` of the ``pages`` ``[B, P]``.
+    """Where a segment's keys are: ``tokens`` of the pages in ``tables``, ``hidden`` as in ``KeyPages``.
 
-    ``hidden`` ``[B, L]`` are not a sequence's own, of which ``blank``, counted through all tokens of the pages, may be
-    anything; both None where all are alike. ``offset`` is how many keys come before the first query; the queries are
-    the last ``count`` keys.
+    ``offset`` is how many keys come before the first query; the queries are the last ``count`` keys.
     """
 
-    pages: Integers
+    tables: list[list[int]]
     tokens: slice
     hidden: npt.NDArray[np.bool_] | None
-    blank: Integers | None
     count: int
     offset: int
-
-    @property
-    def length(self) -> int:
-        """L."""
-        return int(self.tokens.stop - self.tokens.start)
-
-    def windowed(self, group: CacheGroup) -> bool:
-        """Some query has a key out of its window."""
-        return group.window_tokens is not None and self.length > group.window_tokens
 
 
 def _keys(chunks: Sequence[Chunk], group: CacheGroup, *, page_tokens: int) -> _Keys:
     """The keys of decodes, or of one prefill chunk: all that lie in the window of one of the queries."""
     window = group.window_tokens
-    held, lows, ends, reach = [], [], [], 0
+    tables, lows, ends, reach = [], [], [], 0
     for chunk in chunks:
         reach = chunk.start if window is None else min(chunk.start - chunk.window_start, window - 1)
         # Counted from the first page on, the keys are those from low to end.
         first_page, low = divmod(chunk.start - reach, page_tokens)
         lows.append(low)
         ends.append(low + reach + chunk.count)
-        held.append(chunk.tables[group.index][first_page : _pages(chunk, page_tokens)])
-    width = max(map(len, held))
-    # Behind its end a page that is neither its first nor its last: of that all is written.
-    pages = np.array([[*own, *[own[min(1, len(own) - 1)]] * (width - len(own))] for own in held], dtype=np.int64)
-    tokens, hidden, blank = slice(lows[0], ends[0]), None, None
+        tables.append([*chunk.tables[group.index][first_page : _pages(chunk, page_tokens)]])
+    tokens, hidden = slice(lows[0], ends[0]), None
     if len({*lows}) > 1 or len({*ends}) > 1:
         tokens = slice(0, max(ends))
         places = np.arange(tokens.stop)
-        hidden = (places < np.array(lows)[:, None]) | (places >= np.array(ends)[:, None])
-        unsure = np.array([len(own) if len(own) > 2 else width for own in held]) * page_tokens
-        rows, places = (hidden & (places < unsure[:, None])).nonzero()
-        blank = rows * (width * page_tokens) + places
-    return _Keys(pages, tokens, hidden, blank, count=chunks[0].count, offset=reach)
+        hidden = places >= np.array(ends)[:, None]
+        if any(lows):
+            hidden |= places < np.array(lows)[:, None]
+    return _Keys(tables, tokens, hidden, count=chunks[0].count, offset=reach)
 
 
-def _mask(keys: _Keys, group: CacheGroup, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a segment's scores, built on the device; None if nothing is to be hidden."""
-    length = keys.length
-    if keys.count == 1:
-        # All real keys of a decode are visible.
-        if keys.hidden is None:
-            return None
-        hidden = to_device(keys.hidden, device)
-        mask = torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return mask[:, None, None, :]
-    mask = torch.zeros(keys.count, length, device=device, dtype=dtype)
-    # Query i is key offset + i: later keys are hidden, and so are those a window or more before.
-    square = mask[:, keys.offset :]
-    square.masked_fill_(torch.ones_like(square, dtype=torch.bool).triu(1), float("-inf"))
-    if group.window_tokens is not None and keys.windowed(group):
-        passed = torch.ones_like(mask, dtype=torch.bool).tril(keys.offset - group.window_tokens)
-        mask.masked_fill_(passed, float("-inf"))
-    return mask[None, None]
+def _mask(hidden: npt.NDArray[np.bool_] | None, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of decodes, ``[B, 1, 1, L]``; None if nothing is hidden."""
+    if hidden is None:
+        return None
+    mask = to_device(np.where(hidden, np.float32(-np.inf), np.float32(0.0)), device)
+    return mask.to(dtype)[:, None, None, :]
 
 
 def _pages(chunk: Chunk, page_tokens: int) -> int:

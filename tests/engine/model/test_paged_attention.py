@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine_shim.attention import blocks
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import make_plan
 from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Request, Sampling
@@ -48,11 +50,19 @@ def expected(sequence: Sequence, window: int | None) -> Tensor:
 
 @given(
     shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=6),
+    block=st.sampled_from((3, 8, 64)),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=50, deadline=None)
-def test_any_batch(shapes: list[tuple[int, int]], seed: int) -> None:
+@settings(max_examples=60, deadline=None)
+def test_any_batch(shapes: list[tuple[int, int]], block: int, seed: int) -> None:
     """Prefills and decodes of any lengths, scattered over pages, with NaN in every slot that is not theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_BLOCK_QUERIES", block)
+        attend_as_expected(shapes, seed)
+
+
+def attend_as_expected(shapes: list[tuple[int, int]], seed: int) -> None:
+    """A batch with a chunk of each shape (start, count)."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     pages = 1 + sum(-(-(start + count) // PAGE) for start, count in shapes)

@@ -37,11 +37,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, segment: Segment, sca
     batch, length = keys.shape[:2]
     heads, repeats = query.shape[1], query.shape[1] // keys.shape[2]
     q = query.view(batch, -1, 1, heads, query.shape[2])
-    visible = torch.ones(batch, q.shape[1], length, dtype=torch.bool)
+    visible = torch.full((batch, q.shape[1], length), not segment.blocks)
     if segment.mask is not None:
         visible &= segment.mask[:, 0] == 0
-    elif segment.causal:
-        visible = visible.tril()
+    for block in segment.blocks:
+        square = visible[0, block.queries, block.keys]
+        square[:] = torch.ones_like(square).tril() if block.mask is None else block.mask == 0
     k, v = (each.repeat_interleave(repeats, dim=2)[:, None] for each in (keys, values))
     scores = ((k * q).sum(-1) * scale).masked_fill(~visible[..., None], float("-inf"))
     weights = (scores - scores.amax(2, keepdim=True)).exp()
