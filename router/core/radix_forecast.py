@@ -142,7 +142,8 @@ class RadixForecast(Forecast):
             if each.blocks:
                 happened.append((each.sent_at, False, each))
             else:  # it has run on to its end, holding on to what it had
-                self._find(each.allocation.keys, self._holds.setdefault(each.allocation, {}))
+                held = each.allocation.keys[: each.allocation.pinned]
+                self._find(held, self._holds.setdefault(each.allocation, {}))
             if each.ended_at is not None:
                 happened.append((each.ended_at, True, each))
                 decoding.add(each.allocation)
@@ -170,9 +171,7 @@ class RadixForecast(Forecast):
         """Those that are a batch before the one of a prompt that comes now."""
         if waiting and waiting[0].is_alone:
             return waiting[:1]
-        if waiting and waiting[0].heard != heard:
-            return [each for each in waiting if each.heard != heard]
-        return ()
+        return [each for each in waiting if each.heard != heard]
 
     # --- the next prompt --------------------------------------------------------------------------------
 
@@ -255,10 +254,8 @@ class RadixForecast(Forecast):
             self._ask_rows = None
         page = self._page_tokens
         tokens = min((row.left_tokens for row in self._rows.values()), default=0)
-        ended: list[Allocation] = []
+        ended = [allocation for allocation, row in self._rows.items() if row.left_tokens == tokens]
         for allocation, row in self._rows.items():
-            if row.left_tokens == tokens:
-                ended.append(allocation)
             self._room += row.own_pages(page)
             self._rows[allocation] = row = Row(row.want, row.generated + tokens)
             self._room -= row.own_pages(page)
@@ -314,18 +311,18 @@ class RadixForecast(Forecast):
     def _finish(self, batch: Sequence[Unheard], *, decoding: int) -> None:
         """Their answers have had room made for them as they grew; they enter the tree, and nothing is held on to."""
         self._compute()
-        for each in batch:
-            keys = each.allocation.keys
-            self._room -= len(keys) - self._find(keys, None) - (each.blocks - len(each.keys))
+        prompts = [len(each.keys) if each.blocks else each.allocation.pinned for each in batch]
+        own = [len(each.allocation.keys) - pages for each, pages in zip(batch, prompts, strict=True)]
+        self._room -= sum(own) - sum(each.blocks - len(each.keys) for each in batch)
         self._make_room_for((decoding + len(batch)) * self._spare)  # of each a page is begun, which is not kept
-        for each in batch:
+        for each, pages in zip(batch, own, strict=True):
             self._let_go(each.allocation)
-            self._enter(each.allocation.keys, None)
+            self._room += pages - self._enter(each.allocation.keys, None)
 
     # --- the tree ---------------------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[int], held: dict[Stretch, int] | None) -> int:
-        """How many of the first pages are there. They are held on to, if at all, in ``held``."""
+    def _find(self, keys: Sequence[int], held: dict[Stretch, int]) -> int:
+        """How many of the first pages are there. They are held on to, in ``held``."""
         found = 0
         for stretch, count in self._path(keys):
             left = min(count, self._left_of(stretch))
@@ -384,8 +381,7 @@ class RadixForecast(Forecast):
         stretch = next((each for each in self._victims if each not in self._cuts), None)
         if stretch is not None:
             return stretch, len(stretch.keys)
-        node = next(iter(self._used), None)
-        if node is not None:
+        if (node := next(iter(self._used), None)) is not None:
             del self._used[node]
         return node
 

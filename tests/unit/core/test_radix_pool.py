@@ -126,6 +126,27 @@ def test_an_answer_takes_pages_as_it_grows_and_for_each_token_a_page_is_kept_fre
     assert kept(pool, "rstu", copies=7) == 4
 
 
+def test_of_pages_that_two_answers_have_in_common_one_is_kept() -> None:
+    """Of fourteen pages four are cached. Two answers to one prompt end with three pages each, of which three are free
+    again once both are in the tree: the next prompt takes five of seven. Had they nothing in common four would be free.
+    """
+    pool = pool_of(14, "abc")
+    one, other = running(pool, "r"), pool.sent(keys("r"), blocks=2)
+    pool.begun(other)
+    pool.ended(one, keys("rstu"))
+    pool.ended(other, keys("rstu"))
+    pool.sent(keys("vwxy"), blocks=5)
+    assert kept(pool, "abc", copies=4) == 3
+
+    pool = pool_of(14, "abc")
+    one, other = running(pool, "r"), pool.sent(keys("r"), blocks=2)
+    pool.begun(other)
+    pool.ended(one, keys("rstu"))
+    pool.ended(other, keys("rxyz"))
+    pool.sent(keys("vwxy"), blocks=5)
+    assert kept(pool, "abc", copies=4) == 0
+
+
 def test_what_a_running_answer_has_by_now_is_not_free() -> None:
     """Forty tokens behind a prompt of one page and eight tokens are three pages that no event has told of."""
     pool = pool_of(14, "abc", "xyz")

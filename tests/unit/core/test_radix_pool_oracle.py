@@ -60,6 +60,13 @@ class Tree:
     def held(self) -> int:
         return sum(node.pages for node in self.nodes())
 
+    def depth(self, word: str) -> int:
+        """How many of a word's pages are there."""
+        words = [node.word for node in self.nodes()]
+        return next(
+            end for end in range(len(word), -1, -1) if not end or any(each.startswith(word[:end]) for each in words)
+        )
+
     def match(self, word: str) -> Node:
         """The node where the word's known part ends, cut if need be; it and all before it are used."""
         node = self.root
@@ -120,6 +127,7 @@ class Request:
     node: Node
     own: int = 0
     found: int | None = None
+    was_refused: bool = False
     generated: int = 0
 
     @property
@@ -160,6 +168,7 @@ class Engine:
             taken = reserved + sum(other.left for other in self.rows())
             if lacking + each.want.most_tokens + PAGE >= free - taken:
                 self.tree.lock(node, -1)
+                each.was_refused = True
                 self.is_full = bool(batch or self.rows())
                 break
             each.node, each.found = node, len(node.word)
@@ -172,11 +181,15 @@ class Engine:
         return batch
 
     def compute(self) -> list[Request]:
-        """Those that wait are scheduled before what is computed by then enters the tree. Returns what that was."""
+        """What is computed by then enters the tree once the next batch, or the next token of all, has its pages.
+        Returns what that was.
+        """
         if not self.launched:
             self.launched = self.schedule()
         batch = self.launched
         following = self.schedule()
+        if not following:
+            self.make_room(len(self.rows()))
         self.insert(batch)
         self.launched = following
         return batch
@@ -230,9 +243,8 @@ class Engine:
 
 class RadixPoolMachine(RuleBasedStateMachine):
     """Prompts come, alone or several at once; batches are computed; answers end. Events come with a batch alone, before
-    or after the answers' ends are seen, which may be in another order. The examples are fixed: where a node is cut by a
-    prompt that was looked up before another was stored, and told of after it, the order is not known, and one in some
-    thousand lookups shows it.
+    or after the answers' ends are seen, which may be in another order. An answer that leaves nothing new ends by
+    itself: of several that end at once nothing would tell when it did.
     """
 
     @initialize(pages=st.integers(12, 28))
@@ -291,6 +303,9 @@ class RadixPoolMachine(RuleBasedStateMachine):
         answers = [
             each.word[: len(each.prompt) + data.draw(st.integers(0, each.want.most_tokens // PAGE))] for each in over
         ]
+        words = {node.word for node in self.engine.tree.nodes()}
+        if any(any(word.startswith(answer) for word in words) for answer in answers):  # nothing will tell of its end
+            over, answers = over[:1], answers[:1]
         self.engine.end(over, answers)
         if is_told_before:  # as on a rank that falls idle
             self.deliver()
@@ -309,9 +324,13 @@ class RadixPoolMachine(RuleBasedStateMachine):
     @invariant()
     def found(self) -> None:
         """What is foretold of any conversation is what the engine would find as it lets it in. Whom it has refused
-        before nobody has told: while one waits that was, nothing is compared.
+        before nobody has told: until one is computed that was, nothing is compared. Nor is while a batch computes what
+        has come into the tree since it was looked up: that it takes its pages twice is not foretold.
         """
-        if self.engine.is_full:
+        engine = self.engine
+        if any(each.was_refused for each in (*engine.waiting, *engine.launched)):
+            return
+        if any(each.found != engine.tree.depth(each.prompt) for each in engine.launched):
             return
         for word in CONVERSATIONS:
             known = self.heard.union(*({answer[:end] for end in range(1, len(answer) + 1)} for answer in self.promised))
@@ -331,4 +350,4 @@ def keys_of(word: str) -> list[int]:
 
 
 TestRadixPool = RadixPoolMachine.TestCase
-TestRadixPool.settings = settings(max_examples=30, stateful_step_count=12, deadline=None, derandomize=True)
+TestRadixPool.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
