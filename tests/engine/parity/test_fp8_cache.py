@@ -17,6 +17,7 @@ from engine_shim.attention import fp8
 from engine_shim.attention.buffers import TensorPages
 from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
+from engine_shim.model.needle_text import facts, haystack
 from engine_shim.model.tokenizer import read_card
 from engine_shim.offload.identity import fingerprint
 from engine_shim.transfer.parcel import known_pages, pack, unpack
@@ -105,6 +106,34 @@ def test_how_far_off(decoder: Decoder) -> None:
     for name in PROMPTS:
         whole, eight = (torch.stack([*rank.logits[name].values()]) for rank in (exact, rounded))
         assert 0 < (whole - eight).norm() < whole.norm() / 16
+
+
+def test_needles() -> None:
+    """16 of 16 over a text of 1,500 tokens that is loaded from the host between them."""
+    card, asked = read_card("needle"), facts(16, seed=1)
+    texts = [haystack(1500, asked, seed=seed) for seed in (2, 3)]
+    rank = OffloadRank(
+        load_decoder(card),
+        page_tokens=16,
+        pool_tokens=1700,
+        window_pool_tokens=640,
+        chunk_tokens=512,
+        eos_token_ids=frozenset(card.eos_token_ids),
+        record=False,
+        host_ratio=2.2,
+        fp8=True,
+    )
+    right = 0
+    try:
+        for number, fact in enumerate(asked):
+            ids = card.tokenizer.encode(texts[number % 2] + fact.question, add_special_tokens=False).ids
+            output = rank.generate({fact.key: ids}, max_tokens=8)[fact.key].output
+            right += [card.tokenizer.id_to_token(token) for token in output] == [fact.value, "<|im_end|>"]
+            rank.settle()
+    finally:
+        rank.close()
+    assert right == 16
+    assert rank.moved.loaded_pages >= 14 * 1500 // 16
 
 
 def scale_of_the_batch(x: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ def test_bad_environment_names_the_variable(
         ({"disk_pool_tokens": 4096}, "disk_pool_tokens: there is no disk_pool"),
         ({"disk_pool_tokens": 4096, "host_pool_tokens": 4096}, "disk_pool_tokens: there is no disk_pool"),
         ({"speculative": "ngram:4"}, "speculative: a timing model"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype: a timing model"),
         ({"speculative": "draft:2", "runner": "torch"}, "speculative: the model has no draft head"),
     ],
 )
@@ -99,6 +100,7 @@ def test_what_cannot_start_says_why(wrong: dict[str, object], words: str) -> Non
         ({"attention": "triton"}, "attention: on the CPU Triton only has its interpreter"),
         ({"graph_decodes": 8}, "graph_decodes: only Triton's kernels can be captured"),
         ({"graph_decodes": 8, "attention": "torch"}, "graph_decodes: only Triton's kernels can be captured"),
+        ({"attention": "flashinfer"}, "attention: flashinfer "),
     ],
 )
 def test_kernels_that_cannot_run_here(wrong: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,15 @@ def test_kernels_answer_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
         body = {"model": "needle", "prompt": "key-0017 val-0093, now what follows key-0017", "max_tokens": 2}
         answer = httpx.post(f"{shim.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"].strip() == "val-0093"
+
+
+def test_an_answer_from_keys_and_values_of_eight_bits() -> None:
+    """Computed, then asked again from the cache."""
+    with running_shim("--kv-cache-dtype", "fp8_e4m3", "--page-tokens", "4") as shim:
+        body = {"model": "needle", "prompt": "key-0017 val-0093, now what follows key-0017", "max_tokens": 2}
+        answers = [httpx.post(f"{shim.url}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+    assert [answer["choices"][0]["text"].strip() for answer in answers] == ["val-0093"] * 2
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 @pytest.mark.parametrize("option", ["--port", "--kv-events-port", "--replay-port"])
