@@ -47,6 +47,8 @@ class Blocks:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, Names())
         self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
+        if pool is not None and geometry is not None:
+            pool.recomputed_blocks = int(geometry.eagle)
         self._listen(slot)
         self._set_stride(slot, 1)
 

@@ -66,6 +66,9 @@ class Pool:
         self._blocks = blocks
         self.all_blocks = all_blocks
         self._is_known = blocks is not None
+        #: Of what a request finds so many blocks are computed again (EAGLE), for ``core/shared_pool``. Here it is left
+        #: out: the copies that this makes, and that go later, have no places in the order.
+        self.recomputed_blocks = 0
         self.is_radix = is_radix
         self._order = Recency(is_merged=not is_radix)
         self._running: dict[Allocation, None] = {}

@@ -102,6 +102,7 @@ class Residency(LoneGroups):
                     blocks=pool.all_blocks,
                     cached=pool.cached(),
                     guard=pool.guard,
+                    recomputed_blocks=pool.recomputed_blocks,
                 )
 
     def _rule(self, rank: RankState, event: BlockStored) -> Rule:

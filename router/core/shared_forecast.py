@@ -148,6 +148,7 @@ class SharedForecast(ForetoldQueue):
             masks = {group: self.mask(group, _nowhere, bit=1) for group in pool.rules}
             known = self._known_prefix(keys, most)
             found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules)
+            found = max(0, found - pool.recomputed_blocks)
             first = {group: pool.first_held(group, found * size) for group in pool.rules}
             held = {
                 group: [copy for key in keys[first[group] : found] if (copy := self._found(pool.block(group, key)))]

@@ -34,6 +34,7 @@ class SharedHolding:
         #: The groups in the order in which a request takes and frees their blocks.
         self.groups: list[int] = []
         self.queue = BlockQueue(cached)
+        self.recomputed_blocks = 0
         self.running: dict[SharedAllocation, None] = {}
         #: Requests of which events are due.
         self.pending: dict[SharedAllocation, None] = {}
@@ -89,10 +90,11 @@ class SharedHolding:
     def _stores_none(self, allocation: SharedAllocation) -> bool:
         """Whether all of its prompt is there, for every group: nothing of it is stored, or told of.
 
-        Where a prompt ends with a block, that block is stored once more, since the last token is always computed.
+        Where a prompt ends with a block, that block is stored once more, since the last token is always computed; with
+        EAGLE the last that was found is.
         """
         keys, end = allocation.keys, allocation.prompt_blocks
-        if keys and allocation.prompt_tokens % self.block_tokens == 0:
+        if keys and (self.recomputed_blocks or allocation.prompt_tokens % self.block_tokens == 0):
             return False
         firsts = ((group, self.rules[group].first_needed(end) if group in self.rules else 0) for group in self.groups)
         return all(self.block(group, key) in self.queue for group, at in firsts for key in reversed(keys[at:end]))

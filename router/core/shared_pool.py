@@ -38,11 +38,16 @@ class SharedPool(SharedHolding):
         blocks: int | None = None,
         cached: Iterable[int] = (),
         guard: Guard | None = None,
+        recomputed_blocks: int = 0,
     ) -> None:
-        """``rules`` and ``keeps_all`` are of all other groups, ``cached`` the blocks of the dense one."""
+        """``rules`` and ``keeps_all`` are of all other groups, ``cached`` the blocks of the dense one.
+
+        Of what a request finds ``recomputed_blocks`` are computed again.
+        """
         super().__init__(keeps_all, dense_group=dense_group, block_tokens=block_tokens, cached=cached)
         self.is_radix = False
         self.guard = guard or Guard()
+        self.recomputed_blocks = recomputed_blocks
         #: For those that bound the work.
         self.forecasts_made = 0
         self._blocks = blocks
@@ -67,8 +72,14 @@ class SharedPool(SharedHolding):
 
     def anew(self) -> SharedPool:
         """One like it, of which nothing is known."""
-        blocks, dense, size = self._blocks if self._is_known else None, self.dense_group, self.block_tokens
-        return SharedPool(self.rules, self.keeps_all, dense_group=dense, block_tokens=size, blocks=blocks)
+        return SharedPool(
+            self.rules,
+            self.keeps_all,
+            dense_group=self.dense_group,
+            block_tokens=self.block_tokens,
+            blocks=self._blocks if self._is_known else None,
+            recomputed_blocks=self.recomputed_blocks,
+        )
 
     @property
     def blocks(self) -> int | None:

@@ -112,3 +112,20 @@ def test_of_a_prompt_beside_recurrent_state_one_step_is_taken_at_a_time() -> Non
     assert depth(pool, kept) == len(kept) - 1
     asked.begun()
     assert depth(pool, kept) == len(kept) - 3
+
+
+def test_with_eagle_the_last_block_that_is_found_is_computed_again() -> None:
+    """17 of 20 blocks are cached, two of them of the window. Who finds a prompt's four blocks takes one of them anew in
+    each group beside what is begun, so that one goes of those that nobody uses.
+    """
+    rule = Rule(Kind.WINDOW, needed=2, window_tokens=BLOCK + 1)
+    pools = [
+        SharedPool({WINDOW: rule}, {}, dense_group=FULL, block_tokens=BLOCK, blocks=BLOCKS, recomputed_blocks=drops)
+        for drops in (0, 1)
+    ]
+    others, keys = list(range(101, 112)), [1, 2, 3, 4]
+    for pool in pools:
+        stored(pool, others, 0)
+        stored(pool, keys, 0, window=(3, 4))
+        sent(pool, keys)
+    assert [depth(pool, others) for pool in pools] == [11, 10]
