@@ -48,7 +48,7 @@ def request(name: str, *, tokens: int = 3, prompt: tuple[int, ...] = (1, 2, 3, 4
 async def read_all(mailbox: Mailbox) -> list[Delta]:
     deltas: list[Delta] = []
     while not deltas or deltas[-1].finish is None:
-        deltas += await asyncio.wait_for(mailbox.take(), 5)
+        deltas += await asyncio.wait_for(mailbox.take(), 30)
     return deltas
 
 

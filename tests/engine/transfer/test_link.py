@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -38,13 +38,24 @@ async def receive(port: int, key: str, *, known: int = 0, seconds: float = 5.0) 
     return got[0]
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.005)
+
+
+async def until_asked(made: Offers, key: str) -> None:
+    """A receiver's question has arrived."""
+    await until(lambda: key in made._offers and made._offers[key].is_asked)
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 async def test_either_may_come_first(*, is_early: bool) -> None:
     """A receiver that asks before there is anything waits; the sender hears when it has it."""
     async with offers() as (made, port):
         receiver = asyncio.create_task(receive(port, "k"))
         if is_early:
-            await asyncio.sleep(0.05)
+            await until_asked(made, "k")
         made.announce("k")
         taken = made.offer("k", PARCEL)
         assert await receiver == PARCEL
@@ -63,7 +74,7 @@ async def test_a_sender_that_gives_up() -> None:
     async with offers() as (made, port):
         made.announce("k")
         receiver = asyncio.create_task(receive(port, "k"))
-        await asyncio.sleep(0.05)
+        await until_asked(made, "k")
         made.withdraw("k", "the prefill request has ended")
         with pytest.raises(TransferError, match="has ended"):
             await receiver
@@ -83,14 +94,13 @@ async def test_a_receiver_that_leaves(*, is_offered: bool) -> None:
             await asyncio.sleep(60)
 
         receiver = asyncio.create_task(fetch("127.0.0.1", port, Ask("k", 0), seconds=5, take=stall))
-        await (started.wait() if is_offered else asyncio.sleep(0.05))
+        await (started.wait() if is_offered else until_asked(made, "k"))
         receiver.cancel()
         if is_offered:
             with pytest.raises(TransferError, match="gave up"):
                 await asyncio.wait_for(taken, 1)
         else:
-            await asyncio.sleep(0.05)
-            assert len(made) == 0
+            await until(lambda: len(made) == 0)
 
 
 async def test_a_room_is_entered_once() -> None:
@@ -100,7 +110,7 @@ async def test_a_room_is_entered_once() -> None:
         with pytest.raises(TransferError, match="in use"):
             made.announce("k")
         first = asyncio.create_task(receive(port, "k"))
-        await asyncio.sleep(0.05)
+        await until_asked(made, "k")
         with pytest.raises(TransferError, match="twice"):
             await receive(port, "k")
         made.offer("k", PARCEL)
