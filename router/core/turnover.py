@@ -16,7 +16,8 @@ class Turnover:
 
     def __init__(self) -> None:
         self._mean_seconds = 0.0
-        self._since = 0.0
+        #: Since when nobody has been let go; None while nobody has waited yet, which says nothing.
+        self._since: float | None = None
 
     def begin(self, *, now: float) -> None:
         """Somebody waits, the only one."""
@@ -24,11 +25,14 @@ class Turnover:
 
     def passed(self, *, now: float) -> None:
         """One was let go."""
-        seconds = now - self._since
+        seconds = self._still_seconds(now)
         self._since = now
         self._mean_seconds += (_WEIGHT if self._mean_seconds else 1.0) * (seconds - self._mean_seconds)
 
     def wait_seconds(self, ahead: int, *, now: float) -> int:
         """Whole seconds until so many have been let go, 1 at least; a queue that stands still takes ever longer."""
-        each_seconds = max(self._mean_seconds, now - self._since)
+        each_seconds = max(self._mean_seconds, self._still_seconds(now))
         return max(1, min(_MOST_SECONDS, math.ceil(each_seconds * ahead)))
+
+    def _still_seconds(self, now: float) -> float:
+        return now - self._since if self._since is not None else 0.0

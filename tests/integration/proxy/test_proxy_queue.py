@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from router.core.fair_queue import Priority
 from router.core.keys import Key, Keyring, digest_of
 from router.settings import QueueSettings
-from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, event, stream_head
+from tests.fakes.fault_worker import OK, FaultWorker, Script, event
 from tests.fakes.proxy_rig import Client, FakePrepared, Rig, rig, target, until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -172,36 +170,6 @@ async def test_terms_that_are_none(headers: dict[str, str]) -> None:
         refused = await it.ask(ASK, headers=headers)
         assert (refused.status, refused.error["param"]) == (400, "x-request-timeout")
         assert not worker.requests
-
-
-async def test_deadline_before_the_first_byte() -> None:
-    """When the client's own time is over the answer is 504, the worker's connection is closed, nobody else is asked."""
-    async with (
-        FaultWorker([(Move.STALL,)]) as worker,
-        FaultWorker() as other,
-        rig(target(worker.port), target(other.port)) as it,
-    ):
-        began = time.monotonic()
-        answer = await it.ask(ASK, headers={"x-request-timeout": "0.1"})
-        assert (answer.status, answer.error["code"]) == (504, "deadline")
-        assert 0.1 <= time.monotonic() - began < 1.5
-        async with asyncio.timeout(1):
-            await worker.until(open_connections=0)
-        assert it.brain.outcomes == ["deadline"]
-        assert not other.requests
-
-
-async def test_deadline_in_mid_stream() -> None:
-    """A stream that outlives the client's time ends with an error event and no [DONE]."""
-    script = (stream_head(), chunk(DELTA), Move.STALL)
-    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
-        answer = await it.ask({**ASK, "stream": True}, headers={"x-request-timeout": "0.2"})
-        events = [part for part in answer.body.split(b"\n\n") if part]
-        assert events[0] == DELTA.strip()
-        assert json.loads(events[1].removeprefix(b"data: "))["error"]["code"] == "deadline"
-        assert len(events) == 2
-        assert answer.complete
-        assert it.brain.outcomes == ["deadline"]
 
 
 async def test_deadline_in_the_queue_or_while_preparing() -> None:

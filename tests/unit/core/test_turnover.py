@@ -25,3 +25,8 @@ def test_a_queue_that_stands_still_takes_ever_longer() -> None:
     assert turnover.wait_seconds(1, now=0.0) == 1
     assert turnover.wait_seconds(3, now=60.0) == 180
     assert turnover.wait_seconds(1000, now=60.0) == 600
+
+
+def test_where_nobody_ever_waits_nothing_is_known() -> None:
+    """A door without a queue refuses at once: come again in a second, whatever the clock says."""
+    assert Turnover().wait_seconds(1, now=1_000_000.0) == 1
