@@ -89,7 +89,7 @@ def test_without_the_fingerprint_answers_would_be_another_models(
     decoder: Decoder, family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: object
 ) -> None:
     """Planted: a fingerprint that tells nothing apart. Whatever loads then is wrong, so the tests here have power."""
-    monkeypatch.setattr(offload_rank, "fingerprint", lambda decoder, layout: bytes(FINGERPRINT_BYTES))
+    monkeypatch.setattr(offload_rank, "fingerprint", lambda decoder, layout, contents: bytes(FINGERPRINT_BYTES))
     first = start(decoder, tmp_path)
     asked(first, "first")
     first.close()
