@@ -76,16 +76,16 @@ class ForetoldQueue:
 
     def _let_go(self, copies: Sequence[Copy | None]) -> None:
         """The first goes first."""
-        for copy in copies:
-            pins = 1 if copy is None else self._pins_of(copy)
-            if copy is not None:
-                self._pins[copy] = max(0, pins - 1)
-            if pins != 1:
-                continue
-            self._free += 1
+        nameless = copies.count(None)
+        self._free += nameless
+        self._room += nameless
+        for copy in copies if nameless < len(copies) else ():
             if copy is None:
-                self._room += 1
-            else:
+                continue
+            pins = self._pins_of(copy)
+            self._pins[copy] = max(0, pins - 1)
+            if pins == 1:
+                self._free += 1
                 self._tail[copy] = None
 
     # --- the queue ----------------------------------------------------------------------------------------

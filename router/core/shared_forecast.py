@@ -204,14 +204,18 @@ class SharedForecast(ForetoldQueue):
             kept = rule.kept(start, stop, ends=run.ends, keeps_all=pool.keeps_all.get(group, False))
             if rule.is_state:  # between the states it begins and ends with there is none
                 kept = [at for at in kept if at + 1 == stop]
-            copies = dict(zip(kept, self._name([pool.block(group, keys[at]) for at in kept]), strict=True))
+            copies = self._name([pool.block(group, keys[at]) for at in kept])
             last = stop + begun
+            first = last - 1 if rule.is_state else start
+            taken: list[Copy | None] = [None] * (last - first)
+            for at, copy in zip(kept, copies, strict=True):
+                taken[at - first] = copy
             if run.has_begun:
                 run.tables[group].pop()
-            run.tables[group] += [copies.get(at) for at in range(last - 1 if rule.is_state else start, last)]
+            run.tables[group] += taken
             if rule.is_state:
                 run.first[group] = last - len(run.tables[group])
-                self._fresh.update(copies.values())
+                self._fresh.update(copies)
         run.has_begun = False
 
     def _wait(self) -> bool:
