@@ -52,6 +52,7 @@ def captured(name: str) -> Path:
         ("own-sglang-qwen3-tight-pool", 83, 77),
         ("own-sglang-qwen3-waiting", 80, 72),
         ("own-sglang-qwen3-page1", 49, 48),
+        ("own-sglang-qwen3-pieces", 63, 63),
     ],
 )
 def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_exact: int) -> None:
