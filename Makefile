@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := requirements-dev.txt requirements-engine.txt requirements-data.txt
 STAMP := $(VENV)/installed
+PYTEST_ARGS = $(strip $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS))
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS)
 
 # One engine thread a process: the tests start several, and two cores thrash under more.
@@ -48,9 +49,9 @@ imports: $(STAMP) ## import-linter: who may import whom
 	$(say) 'lint-imports'
 	@$(BIN)/lint-imports --no-cache
 
-tests: $(STAMP) ## pytest alone; choose with ARGS="tests/unit -k index"
-	$(say) 'pytest $(ARGS)'
-	@$(BIN)/python -m pytest $(ARGS)
+tests: $(STAMP) ## pytest alone; choose with ARGS="tests/unit -k index", side by side with WORKERS=2
+	$(say) 'pytest $(PYTEST_ARGS)'
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 format: $(STAMP) ## let ruff rewrite the code
 	@$(BIN)/ruff check --fix .
