@@ -15,8 +15,9 @@ from router.core.cost import CostParameters
 from router.core.draining import Departures
 from router.core.output_lengths import OutputLengths
 from router.core.pd import make_role_policy
+from router.core.policy import Policy
 from router.core.session import identify
-from router.core.types import Decision, RouteRequest, SessionKey
+from router.core.types import Decision, RankId, RouteRequest, SessionKey
 from router.core.ways import can_serve
 from router.errors import NoWorker
 from router.fleet.decisions import Decided, DecisionLog, session_hash
@@ -107,11 +108,10 @@ class RouterBrain(Models):
         route = self._route(prepared, exclude=frozenset(), now=now)
         rng = random.Random()
         rng.setstate(self._rng.getstate())  # the draw that the next request will have
-        policy = copy(self._policy)
-        leaving = self._departures.leaving(route, self._fleet.view)
-        decision = policy(self._fleet.view, leaving or route, rng, now)
+        decision, _ = self._decide(route, copy(self._policy), rng, now=now)
         if decision is None:
             raise no_worker(self._fleet.view, prepared.model)
+        decided.home = self._home(route)
         self.decisions.add(decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
         return decided
 
@@ -232,10 +232,7 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
-        leaving = self._departures.leaving(request, fleet.view)
-        decision = self._decide(leaving, now=now) if leaving is not None else None
-        if decision is None:
-            leaving, decision = None, self._decide(request, now=now)
+        decision, leaving = self._decide(request, self._policy, self._rng, now=now)
         self._decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
@@ -263,19 +260,33 @@ class RouterBrain(Models):
             lease.visit = self._holding.started(request, decision.slot, partner=partner)
         return lease
 
-    def _decide(self, request: RouteRequest, *, now: float) -> Decision | None:
+    def _decide(
+        self, request: RouteRequest, policy: Policy, rng: random.Random, *, now: float
+    ) -> tuple[Decision | None, RouteRequest | None]:
+        """Where it goes, and the request without the homes that it leaves for that, if it leaves any. It stays where
+        it is drained while it was admitted to no other rank.
+        """
+        leaving = self._departures.leaving(request, self._fleet.view)
+        if leaving is not None and (decision := self._among_sound(leaving, policy, rng, now=now)) is not None:
+            return decision, leaving
+        decision = self._among_sound(request, policy, rng, now=now)
+        if decision is None and request.allowed is not None:  # the ranks it was admitted to cannot serve it now
+            decision = self._among_sound(msgspec.structs.replace(request, allowed=None), policy, rng, now=now)
+        return decision, None
+
+    def _among_sound(self, request: RouteRequest, policy: Policy, rng: random.Random, *, now: float) -> Decision | None:
         """Among the ranks that do not keep failing; among all when nothing else is left."""
         view = self._fleet.view
         failing = self._fleet.breakers.closed_to(now=now)
         if failing:
             allowed = request.allowed if request.allowed is not None else {rank.slot for rank in view.ranks}
             sound = msgspec.structs.replace(request, allowed=frozenset(allowed) - failing)
-            if (decision := self._policy(view, sound, self._rng, now)) is not None:
+            if (decision := policy(view, sound, rng, now)) is not None:
                 return decision
-        decision = self._policy(view, request, self._rng, now)
-        if decision is None and request.allowed is not None:  # the ranks it was admitted to cannot serve it now
-            return self._policy(view, msgspec.structs.replace(request, allowed=None), self._rng, now)
-        return decision
+        return policy(view, request, rng, now)
+
+    def _home(self, request: RouteRequest) -> RankId | None:
+        return None if request.home is None else self._fleet.member(request.home).id
 
     def _route(self, prepared: PreparedRequest, *, exclude: frozenset[int], now: float) -> RouteRequest:
         """What the policy is asked, as of now."""
@@ -323,7 +334,7 @@ class RouterBrain(Models):
         if decided is None or not decided.request_id:
             return
         if not decided.attempts:
-            decided.home = None if request.home is None else self._fleet.member(request.home).id
+            decided.home = self._home(request)
             self.decisions.open(decided)
         lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
 

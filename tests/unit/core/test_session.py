@@ -144,12 +144,22 @@ def test_a_user_id_without_a_session_is_passed_over(user_id: str) -> None:
     assert named({}, {"metadata": {"user_id": user_id}}) is None
 
 
-def test_tenants_are_apart() -> None:
-    """Two tenants may use one id."""
-    one, two = (identify({"x-session-id": "s"}, {}, tenant=tenant) for tenant in ("a", "b"))
-
-    assert one != two
-    assert (one, two) == (SessionKey("a", "s"), SessionKey("b", "s"))
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-session-id": "s"}, {}),
+        ({}, {"prompt_cache_key": "s"}),
+        ({}, {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}),
+    ],
+    ids=["header", "field", "head"],
+)
+def test_tenants_are_apart(headers: Mapping[str, str], fields: Mapping[str, object]) -> None:
+    """Two tenants may use one id, and begin with the same words."""
+    one, two = (identify(headers, fields, tenant=tenant) for tenant in ("a", "b"))
+    assert one is not None
+    assert two is not None
+    assert (one.tenant, two.tenant) == ("a", "b")
+    assert one.session == two.session
 
 
 def test_long_ids_are_bounded_and_still_different() -> None:

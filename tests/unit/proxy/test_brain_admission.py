@@ -273,3 +273,25 @@ async def test_a_rank_that_takes_anothers_slot_owes_nothing() -> None:
 
     assert await ask(world, "b", 60_000, start=1_000_000) is not None
     assert charged(world) == 60_050
+
+
+async def test_who_is_drained_stays_until_there_is_room_elsewhere() -> None:
+    """60,000 tokens on a rank that is drained; the other of 100,000 is charged with 80,000. The next turn was admitted
+    to its home alone, and goes there; once the other rank is free, it leaves."""
+    world = world_of(2)
+    first = await ask(world, "s", 60_000, start=100)
+    full = await ask(world, "full", 80_000, start=500_000, end=None)
+    assert first is not None
+    assert full is not None
+    home, other = first.decision.slot, full.decision.slot
+    assert home != other
+    world.publish(home, prompt_of(60_000))
+    world.fleet.set_status(home, RankStatus.DRAINING)
+
+    second = await ask(world, "s", 62_000, start=100)
+    assert second is not None
+    assert second.decision.slot == home
+    full.lease.close(Outcome.CLIENT_ERROR, None)
+    third = await ask(world, "s", 62_000, start=100)
+    assert third is not None
+    assert third.decision.slot == other
