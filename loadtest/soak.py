@@ -1,7 +1,7 @@
 """A router under random faults: clients that leave, workers that reset, one that dies and comes back.
 
 Every request asks for a text of its own, so that a lost, doubled or swapped answer is seen for what it is. In the end
-nothing may be left: no request under way, no connection, no load on any rank.
+nothing may be left: no request under way, no connection, no load on any rank; and memory may not have grown.
 
     python -m loadtest.soak --requests 100000
 """
@@ -24,26 +24,42 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.faulty_worker import MODEL, FaultyWorker, streamed_text
 
-#: Gauges that must be zero when nobody asks anything.
-_QUIET = (
-    "homing_inflight_requests",
-    "homing_connections",
-    "homing_rank_inflight_requests",
-    "homing_rank_waiting_tokens",
-    "homing_queued_requests",
-    "homing_admission_held_requests",
+#: Gauges of what the router knows. All others tell what goes on, and must be zero when nobody asks anything.
+_KNOWLEDGE = frozenset(
+    {
+        "homing_build_info",
+        "homing_sessions",
+        "homing_rank_up",
+        "homing_rank_trust_ratio",
+        "homing_rank_prefill_tokens_per_second",
+        "homing_rank_breaker_open",  # that of the worker that died, until it is asked again
+        "homing_rank_parity",
+        "homing_index_blocks",
+        "homing_index_orphan_blocks",
+        "homing_index_entries",
+        "homing_index_evicted_blocks",
+        "homing_admission_on",
+        "homing_admission_charged_tokens",
+        "homing_shared_state_up",
+        "homing_shared_state_replicas",
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much, and how bad. Ratios are of requests; ``kill_at`` is a share of the way."""
+    """How much, and how bad. Ratios are of requests; ``warm_at`` and ``kill_at`` are shares of the way.
+
+    From ``warm_at`` on, when tables and buffers have their size, the router's memory may grow by ``max_growth_bytes``.
+    """
 
     requests: int = 100_000
     clients: int = 64
     workers: int = 4
     abort_ratio: float = 0.05
     reset_ratio: float = 0.02
+    warm_at: float = 0.2
+    max_growth_bytes: int = 8_000_000
     kill_at: float = 0.4
     dead_seconds: float = 3.0
     seed: int = 0
@@ -71,12 +87,15 @@ async def soak(plan: Plan) -> Tally:
         async with _router(workers) as (process, data, admin):
             began = time.monotonic()
             asking = asyncio.create_task(_ask_all(plan, data, tally, rng))
-            await _kill_one(workers[0], asking, plan, tally)
+            await _until(plan.warm_at, asking, plan, tally)
             tally.rss_bytes.append(_rss_bytes(process.pid))
+            await _until(plan.kill_at, asking, plan, tally)
+            await _kill_one(workers[0], asking, plan)
             await asking
             tally.seconds = time.monotonic() - began
             await _check_quiet(admin, workers, tally)
             tally.rss_bytes.append(_rss_bytes(process.pid))
+            tally.wrong += grown(tally.rss_bytes, plan.max_growth_bytes)
             process.terminate()
             if await process.wait() != 0:
                 tally.wrong.append(f"the router ended with status {process.returncode}")
@@ -191,10 +210,14 @@ def _said(content: bytes, *, is_stream: bool) -> tuple[str, str]:
 # --- breaking -------------------------------------------------------------------------------------
 
 
-async def _kill_one(worker: FaultyWorker, asking: asyncio.Task[None], plan: Plan, tally: Tally) -> None:
-    """Somewhere on the way a worker dies, and comes back after a while."""
-    while sum(tally.outcomes.values()) < plan.kill_at * plan.requests and not asking.done():  # noqa: ASYNC110
+async def _until(share: float, asking: asyncio.Task[None], plan: Plan, tally: Tally) -> None:
+    """Wait until so much of the way is gone."""
+    while sum(tally.outcomes.values()) < share * plan.requests and not asking.done():  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+
+
+async def _kill_one(worker: FaultyWorker, asking: asyncio.Task[None], plan: Plan) -> None:
+    """A worker dies, and comes back after a while."""
     await worker.kill()
     await asyncio.wait([asking], timeout=plan.dead_seconds)
     await worker.start()
@@ -208,7 +231,7 @@ async def _check_quiet(admin: str, workers: Sequence[FaultyWorker], tally: Tally
     deadline = time.monotonic() + 10.0
     async with httpx.AsyncClient(base_url=admin, trust_env=False) as client:
         while True:
-            loud = list(_loud((await client.get("/metrics")).text))
+            loud = list(loud_gauges((await client.get("/metrics")).text))
             if not loud or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.2)
@@ -219,11 +242,19 @@ async def _check_quiet(admin: str, workers: Sequence[FaultyWorker], tally: Tally
         tally.wrong.append(f"{open_connections} connections to workers are open")
 
 
-def _loud(exposition: str) -> Iterator[tuple[str, float]]:
+def loud_gauges(exposition: str) -> Iterator[tuple[str, float]]:
+    """The router's gauges that say that something goes on, and how much."""
     for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name in _QUIET and sample.value:
-                yield sample.name, sample.value
+        if family.type == "gauge" and family.name.startswith("homing_") and family.name not in _KNOWLEDGE:
+            yield from ((sample.name, sample.value) for sample in family.samples if sample.value)
+
+
+def grown(rss_bytes: Sequence[int], max_growth_bytes: int) -> list[str]:
+    """What there is to say against a router whose memory was this, from when it was warm to the end."""
+    growth_bytes = rss_bytes[-1] - rss_bytes[0]
+    if growth_bytes <= max_growth_bytes:
+        return []
+    return [f"the router's memory grew by {growth_bytes / 1e6:.1f} MB, and may by {max_growth_bytes / 1e6:.1f} MB"]
 
 
 def _check_doubles(workers: Sequence[FaultyWorker], tally: Tally) -> None:
@@ -289,7 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{plan.requests} requests in {tally.seconds:.0f} s, {tally.resets} resets by workers")
     for outcome, count in tally.outcomes.most_common():
         print(f"  {outcome:12} {count:>8}  {100 * count / plan.requests:6.2f} %")
-    print("router's memory on the way and in the end: " + ", ".join(f"{size / 1e6:.0f} MB" for size in tally.rss_bytes))
+    warm, end = (f"{size / 1e6:.1f} MB" for size in tally.rss_bytes)
+    share, bound = f"{100 * plan.warm_at:.0f} %", f"{plan.max_growth_bytes / 1e6:.1f} MB"
+    print(f"router's memory after {share} of the requests {warm}, in the end {end}; it may grow by {bound}")
     for sentence in tally.wrong[:20]:
         print(f"WRONG: {sentence}")
     return 1 if tally.wrong else 0

@@ -7,7 +7,7 @@ from loadtest.soak import Plan, soak
 
 async def test_no_answer_is_lost_or_doubled_and_nothing_is_left() -> None:
     """Clients leave, workers reset, one dies and comes back: each answer is whole and its own or says that it broke."""
-    plan = Plan(requests=3000, clients=32, workers=3, dead_seconds=1.0)
+    plan = Plan(requests=3000, clients=32, workers=3, dead_seconds=1.0, max_growth_bytes=4_000_000)
     tally = await soak(plan)
     assert not tally.wrong
     assert sum(tally.outcomes.values()) == plan.requests
