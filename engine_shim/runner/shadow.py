@@ -37,18 +37,29 @@ Integers = npt.NDArray[np.int64]
 #: So much of a context is checked at once in service.
 SAMPLE_TOKENS = 2048
 _UNWRITTEN = -1
-_MIX = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+#: Knuth's multiplier for 64 bits; arithmetic with it wraps.
+_FACTOR = 6364136223846793005
+_FACTORS = (_FACTOR, pow(_FACTOR, -1, 1 << 64))
 
 
 class ShadowError(IntegrityError):
     """A step reads, or has overwritten, something else than it believes; the message says what and where."""
 
 
-def chain(previous: int, token: int) -> int:
-    """The name of a prefix one token longer, 63 bits: a multiply and a shift of splitmix64."""
-    mixed = ((previous ^ token) + _MIX) * 0xBF58476D1CE4E5B9 & _MASK
-    return (mixed ^ mixed >> 31) >> 1
+def seed_of(namespace: str) -> int:
+    """The name of a namespace's empty prefix."""
+    return namespace_seed(namespace) >> 1
+
+
+def chains(previous: int, tokens: Sequence[int] | Integers) -> Integers:
+    """The names of the prefixes that are one token longer each than the one before: its name by a factor, plus a token.
+
+    Multiplied out, so that all of them are one sum.
+    """
+    own = np.array(tokens, dtype=np.int64)
+    powers, inverses = (np.cumprod(np.full(len(own), factor, dtype=np.uint64)).view(np.int64) for factor in _FACTORS)
+    names: Integers = powers * (np.cumsum(own * inverses) + previous)
+    return names
 
 
 class Slots:
@@ -157,10 +168,7 @@ class ShadowRunner:
 
     def received(self, namespace: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
         """Book pages that another rank computed: ``tables`` as the cache has them for these tokens, whole pages."""
-        value, chains = namespace_seed(namespace) >> 1, []
-        for token in tokens:
-            value = chain(value, token)
-            chains.append(value)
+        names = chains(seed_of(namespace), tokens)
         page, count = self._layout.page_tokens, len(tokens)
         for group, slots, table in zip(self._layout.groups, self.slots, tables, strict=True):
             if group.kind is GroupKind.STATE:
@@ -171,7 +179,7 @@ class ShadowRunner:
                 places = (pages[:, None] * page + np.arange(page)).ravel()
             slots.tokens[places] = tokens[start:]
             slots.positions[places] = np.arange(start, count)
-            slots.chains[places] = chains[start:]
+            slots.chains[places] = names[start:]
             slots.generations[places] = self._generation(group, places)
 
     def _chosen(self, batch: Batch) -> tuple[Chunk, ...]:
@@ -182,12 +190,16 @@ class ShadowRunner:
         self.checked_chunks += len(chosen)
         return chosen
 
-    def _chain_before(self, chunk: Chunk) -> int:
-        if chunk.start == 0:
-            return namespace_seed(chunk.request.namespace) >> 1
-        page = self._layout.page_tokens
-        number, offset = divmod(chunk.start - 1, page)
-        return int(self.slots[0].chains[chunk.tables[0][number] * page + offset])
+    def _chains_before(self, chunks: Sequence[Chunk]) -> Integers:
+        page, slots = self._layout.page_tokens, []
+        for chunk in chunks:
+            number, offset = divmod(chunk.start - 1, page)
+            slots.append(chunk.tables[0][number] * page + offset if chunk.start else 0)
+        before = self.slots[0].chains[np.array(slots, dtype=np.int64)]
+        for row, chunk in enumerate(chunks):
+            if chunk.start == 0:
+                before[row] = seed_of(chunk.request.namespace)
+        return before
 
     def _forget(self, chunks: Sequence[Chunk]) -> None:
         """What is about to be written counts for nothing until it is; and it has to be each position's own place."""
@@ -213,21 +225,22 @@ class ShadowRunner:
         if not chunks:  # all of them are of requests that were aborted meanwhile
             return
         tokens: list[int] = []
-        chains: list[int] = []
         counts, bases = [], []
         for chunk, drafts in zip(chunks, held, strict=True):
             own = (*chunk.request.tokens[chunk.start : chunk.start + chunk.count], *drafts)
             counts.append(len(own))
             bases.append(len(tokens) - chunk.start)
             tokens += own
-            value = self._chain_before(chunk)
-            for token in own:
-                value = chain(value, token)
-                chains.append(value)
-        contents = np.array((tokens, chains), dtype=np.int64)
+        known, before = np.array(tokens, dtype=np.int64), self._chains_before(chunks)
+        if len(known) == len(chunks):  # decodes: most steps
+            names = before * _FACTOR + known
+        else:
+            ends = np.cumsum(counts)[:-1]
+            names = np.concatenate([*map(chains, before.tolist(), np.split(known, ends))])
         for group, slots in zip(self._layout.groups, self.slots, strict=True):
             places, positions, lengths = self._written(chunks, group, counts)
-            slots.tokens[places], slots.chains[places] = contents[:, positions + np.repeat(bases, lengths)]
+            rows = positions + np.repeat(bases, lengths)
+            slots.tokens[places], slots.chains[places] = known[rows], names[rows]
             slots.positions[places] = positions
             slots.generations[places] = self._generation(group, places)
 
@@ -323,8 +336,5 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _broken(chains: Integers, tokens: Integers) -> npt.NDArray[np.bool_]:
-    """Where a slot's chain is not that of the slot before it and its own token: ``chain``, on arrays."""
-    before, now = chains[:-1].astype(np.uint64), chains[1:].astype(np.uint64)
-    mixed = ((before ^ tokens.astype(np.uint64)) + np.uint64(_MIX)) * np.uint64(0xBF58476D1CE4E5B9)
-    expected = (mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)
-    return np.asarray(expected != now)
+    """Where a slot's chain is not that of the slot before it and its own token."""
+    return np.asarray(chains[:-1] * _FACTOR + tokens != chains[1:])

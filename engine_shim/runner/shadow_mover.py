@@ -15,7 +15,7 @@ import numpy as np
 
 from engine_shim.cache.labels import Kept, KeptPage
 from engine_shim.cache.transfers import BackgroundMover, Landing, Place, Transfer
-from engine_shim.runner.shadow import Integers, ShadowError, ShadowRunner, Slots, chain
+from engine_shim.runner.shadow import Integers, ShadowError, ShadowRunner, Slots, chains, seed_of
 from engine_shim.types import Batch, CacheLayout, Chunk, GroupKind
 from router.wire.block_keys import block_keys, namespace_seed
 
@@ -75,16 +75,12 @@ class ShadowMover:
         """Book what earlier processes have left on disk as if it had just been copied there."""
         ends: dict[KeptPage | None, tuple[int, int, int]] = {}
         for page in self._kept.pages:
-            start, name, value = ends.get(page.parent) or (0, *([namespace_seed(page.label.namespace)] * 2))
-            if page.parent is None:
-                value >>= 1
-            tokens, chains = page.label.tokens, []
-            for token in tokens:
-                value = chain(value, token)
-                chains.append(value)
+            namespace, tokens = page.label.namespace, page.label.tokens
+            start, name, value = ends.get(page.parent) or (0, namespace_seed(namespace), seed_of(namespace))
+            names = chains(value, tokens)
             (name,) = block_keys(tokens, block_tokens=len(tokens), parent=name)
-            ends[page] = (start + len(tokens), name, value)
-            rows = (tokens, range(start, start + len(tokens)), chains)
+            ends[page] = (start + len(tokens), name, int(names[-1]))
+            rows = (np.array(tokens), np.arange(start, start + len(tokens)), names)
             for group, slot in page.slots.items():
                 size, slots = self._page_slots(group), self._slots[Place.DISK][group]
                 here = self._places(group, (slot,))
