@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from router.core.rank_state import RankState, keys_of_event
+from router.core.tables import CopyTable
 from router.core.taking_over import TakingOver
 from router.core.usable import Kind, slots_of
 from router.wire.kv_events import BlockStored
@@ -45,10 +46,18 @@ class LoneGroups(TakingOver):
             count = min(count, rule.needed)
             keys = keys[max(0, end - count) : end]
         for name, key in zip(event.hashes[len(event.hashes) - count :], keys, strict=False):
+            if len(table.masks) >= self.max_blocks and key not in table:
+                self._forget_oldest(table)
             rank.names.strays[name] = key
             rank.blocks += table.gain(slot, key)
             rank.applied_blocks += 1
             self.provisional.confirm(slot, event.group, (key,))
+
+    def _forget_oldest(self, table: CopyTable) -> None:
+        for slot in slots_of(table.discard(next(iter(table.masks)))):
+            self._ranks[slot].blocks -= self._ranks[slot].is_lone
+        self.evicted_blocks += 1
+        self._note_forgotten(1)
 
     def _span(self, rank: RankState, slot: int, event: BlockStored) -> tuple[Sequence[int], int]:
         """The keys of all blocks that an event covers, and behind how many of them its prompt can be resumed."""

@@ -123,6 +123,19 @@ def test_what_is_in_flight_counts_at_once(index: PrefixIndex) -> None:
     assert found(index, asked[: 4 * BLOCK + 1]) == 0
 
 
+def test_no_more_is_known_than_may_be() -> None:
+    """The longest known blocks are forgotten, and with them their names."""
+    index = PrefixIndex(block_tokens=BLOCK, max_blocks=4)
+    index.add_rank(0, domain="engine")
+    asked = [prompt(3, first=1000 * number) for number in range(3)]
+    hear(index, *(stored(each, slice(1, 3)) for each in asked))
+    assert [found(index, each) for each in asked] == [0, 3, 3]
+    assert (index.blocks(0), index.evicted_blocks) == (4, 2)
+    index.sweep()
+    hear(index, BlockRemoved(tuple(names(asked[0])[1:])), BlockRemoved(tuple(names(asked[1])[1:])))
+    assert (index.blocks(0), [found(index, each) for each in asked]) == (2, [0, 0, 3])
+
+
 def test_a_dense_group_may_turn_up_later(index: PrefixIndex) -> None:
     """Who listens from the middle on may hear of a window alone first; then full attention bounds what is found."""
     asked = prompt(6)
