@@ -44,7 +44,7 @@ from enum import StrEnum
 from router.core.admission_charges import Charges
 from router.core.admission_charges import Visit as Visit
 from router.core.admission_guard import Guard
-from router.core.admission_sizes import added_footprint, footprint, shared_tokens
+from router.core.admission_sizes import added_footprint, footprint, found_tokens, shared_tokens
 from router.core.cost import LOAD_RATIO
 from router.core.pace import prefill_seconds
 from router.core.types import FleetView, RankView, RouteRequest, WorkerRole
@@ -215,7 +215,7 @@ class Admission:
         common_tokens = shared_tokens(request, view)[WorkerRole.UNIFIED if rank is None else rank.part.role]
         visit.footprint_tokens = footprint(request, shared_tokens=common_tokens)
         visit.output_tokens = request.output_tokens
-        visit.added_tokens = added_footprint(request, slot, charge, shared_tokens=common_tokens)
+        visit.found_tokens = found_tokens(request, slot, shared_tokens=common_tokens)
         covered_tokens = request.charged_elsewhere.get(slot, 0) if charge is None else charge.tokens
         visit.cold = (
             (computes or partner is None)

@@ -31,12 +31,17 @@ class Charge:
 
     conversation: Conversation
     slot: int
-    inflight: int = 0
     inflight_tokens: int = 0
     idle_since: float = 0.0
     patience_seconds: float = 0.0
     is_lapsable: bool = False
     left: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    visits: list[Visit] = field(default_factory=list)
+
+    @property
+    def inflight(self) -> int:
+        """Requests under way here."""
+        return len(self.visits)
 
     @property
     def left_tokens(self) -> int:
@@ -51,6 +56,12 @@ class Charge:
     def tokens_with(self, more_tokens: int) -> int:
         """What would be charged with another request of so many."""
         return max(self.left_tokens, self.inflight_tokens + more_tokens)
+
+    def count(self) -> None:
+        """Each adds what it does not find in those before it: what one finds in another is its own once that ends."""
+        self.inflight_tokens = 0
+        for visit in self.visits:
+            self.inflight_tokens += visit.footprint_tokens - min(visit.found_tokens, self.inflight_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +80,16 @@ class Book:
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One request under way: its whole footprint, of which its answer is expected to be ``output_tokens``, and what it
-    adds to its conversation's charge. ``cold`` takes its rank's only place for cold starts until the first token.
-    ``keeps``: the rank will have its context afterwards. ``moves`` are idle contexts elsewhere that it brings along,
-    each with the time since when it was idle: they are charged until it has succeeded.
+    """One request under way: its whole footprint, of which its answer is expected to be ``output_tokens``, and how much
+    it may find in what its conversation has in flight. ``cold`` takes its rank's only place for cold starts until the
+    first token. ``keeps``: the rank will have its context afterwards. ``moves`` are idle contexts elsewhere that it
+    brings along, each with the time since when it was idle: they are charged until it has succeeded.
     """
 
     prompt_tokens: int
     footprint_tokens: int = 0
     output_tokens: int = 0
-    added_tokens: int = 0
+    found_tokens: int = 0
     charge: Charge | None = None
     book: Book | None = None
     cold: bool = False
@@ -155,8 +166,8 @@ class Charges:
         else:
             self._take_out(charge)
         visit.charge, visit.book = charge, self.book(slot)
-        charge.inflight += 1
-        charge.inflight_tokens += visit.added_tokens
+        charge.visits.append(visit)
+        charge.count()
         charge.patience_seconds = patience_seconds
         visit.book.active_tokens += charge.tokens
         visit.book.cold_starts += visit.cold
@@ -168,8 +179,8 @@ class Charges:
         if charge is None:
             return
         before = charge.tokens
-        charge.inflight -= 1
-        charge.inflight_tokens -= visit.added_tokens
+        charge.visits.remove(visit)
+        charge.count()
         if left_tokens is not None:
             charge.left.append(left_tokens)
             for other, idle_since in visit.moves:

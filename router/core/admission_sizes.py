@@ -32,10 +32,14 @@ def footprint(request: RouteRequest, *, shared_tokens: int) -> int:
     return max(0, request.prompt_tokens - shared_tokens) + request.output_tokens
 
 
+def found_tokens(request: RouteRequest, slot: int, *, shared_tokens: int) -> int:
+    """Tokens of its own that are there already: while its conversation has as many in flight there, they are those."""
+    return max(0, request.reusable_tokens.get(slot, 0) - shared_tokens)
+
+
 def added_footprint(request: RouteRequest, slot: int, charge: Charge | None, *, shared_tokens: int) -> int:
     """Tokens that it brings to what its conversation has in flight there, of which it may find a part."""
     tokens = footprint(request, shared_tokens=shared_tokens)
-    if charge is None or not charge.inflight:
+    if charge is None:
         return tokens
-    found_tokens = max(0, request.reusable_tokens.get(slot, 0) - shared_tokens)
-    return tokens - min(found_tokens, charge.inflight_tokens)
+    return tokens - min(found_tokens(request, slot, shared_tokens=shared_tokens), charge.inflight_tokens)

@@ -96,7 +96,7 @@ class Ledger:
     """What an engine would have to hold, kept from the admissions alone: a list a conversation and rank."""
 
     def __init__(self) -> None:
-        self.flying: dict[tuple[str, int], list[int]] = {}
+        self.flying: dict[tuple[str, int], list[tuple[int, int]]] = {}  # whole, and found in those before
         self.left: dict[tuple[str, int], list[int]] = {}
         self.since: dict[tuple[str, int], float] = {}
 
@@ -104,28 +104,30 @@ class Ledger:
         """Of all that fly or have been idle for a minute at most."""
         keys = {*self.flying, *self.left}
         return sum(
-            max(sum(self.flying.get(key, ())), *self.left.get(key, [0])[-4:], 0)
+            max(self._flying_tokens(key), *self.left.get(key, [0])[-4:], 0)
             for key in keys
             if key[1] == slot and key[0] != but and (self.flying.get(key) or now - self.since.get(key, -1e9) <= 60)
         )
 
-    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float, found: Sequence[int] = ()) -> list[int]:
-        """To one rank, or to a pair; so many are ``found`` in what flies there. Returns what each adds."""
+    def _flying_tokens(self, key: tuple[str, int]) -> int:
+        total = 0
+        for tokens, found in self.flying.get(key, ()):
+            total += max(tokens - found, tokens - total)
+        return total
+
+    def sent(self, name: str, slots: Sequence[int], tokens: int, *, now: float, found: Sequence[int] = ()) -> None:
+        """To one rank, or to a pair; so many are ``found`` in what flies there."""
         for slot in slots:
             if not self.flying.get((name, slot)) and now - self.since.get((name, slot), now) > 60:
                 self.left.pop((name, slot), None)  # who comes back later may have lost its place
         for key in [key for key in self.left if key[0] == name and key[1] not in slots and not self.flying.get(key)]:
             if tokens >= 0.7 * max(self.left[key][-4:]):
                 del self.left[key]
-        added = []
         for number, slot in enumerate(slots):
-            flying = self.flying.setdefault((name, slot), [])
-            added.append(tokens - min(sum(flying), found[number] if found else 0))
-            flying.append(added[-1])
-        return added
+            self.flying.setdefault((name, slot), []).append((tokens, found[number] if found else 0))
 
-    def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool, added: int | None = None) -> None:
-        self.flying[name, slot].remove(tokens if added is None else added)
+    def ended(self, name: str, slot: int, tokens: int, *, now: float, is_kept: bool, found: int = 0) -> None:
+        self.flying[name, slot].remove((tokens, found))
         if is_kept:
             self.left.setdefault((name, slot), []).append(tokens)
         self.since[name, slot] = now

@@ -120,8 +120,8 @@ def test_admission_never_runs_over() -> None:
         head = request.reusable_tokens
         tokens = request.prompt_tokens - (120 if len(head) == 3 else 0)
         found = head.get(slot, 0) if len(head) == 2 else 0
-        (added,) = ledger.sent(name, [slot], tokens, now=now, found=[found])
-        running.append((request, slot, tokens, added, visit))
+        ledger.sent(name, [slot], tokens, now=now, found=[found])
+        running.append((request, slot, tokens, found, visit))
         passed[admit.why] += 1
         passed["elsewhere"] += bool(request.exclude)
         whole = ledger.tokens(slot, now=now)
@@ -142,11 +142,11 @@ def test_admission_never_runs_over() -> None:
         head = HEADS[number % 3]
         offer(ask(f"s{number}", tokens + (120 if head else 0), cached=head), float(now))
         while running and rng.random() < 0.6:
-            request, slot, tokens, added, visit = running.pop(rng.randrange(len(running)))
+            request, slot, tokens, found, visit = running.pop(rng.randrange(len(running)))
             assert request.session is not None
             is_kept = rng.random() < 0.8
             desk.admission.finish(visit, now=float(now), is_kept=is_kept)
-            ledger.ended(request.session.session, slot, tokens, now=float(now), is_kept=is_kept, added=added)
+            ledger.ended(request.session.session, slot, tokens, now=float(now), is_kept=is_kept, found=found)
             if not is_kept and len(request.exclude) < 2 and rng.random() < 0.5:
                 offer(msgspec.structs.replace(request, exclude=request.exclude | {slot}), float(now))
         while (released := desk.release(now=float(now))) is not None:
@@ -207,6 +207,38 @@ def test_each_request_under_one_name_is_charged() -> None:
 
     desk.admission.start(ask("same", 400, cached={0: 300}), 0, desk.view, now=0.0)
     assert desk.admission.charged_tokens(0) == 900
+
+
+def test_what_one_finds_in_another_is_its_own_once_that_is_given_up() -> None:
+    """800 and the same again, of which 790 are found in the first; that one ends before its first token. A third finds
+    all of the second. No second conversation of 800 fits, whichever of them runs."""
+    desk = Desk(fleet(1), AlwaysHold())
+    first = desk.send(ask("s", 800))
+    again = desk.start(ask("s", 800, cached={0: 790}), 0)
+    third = desk.start(ask("s", 800, cached={0: 800}), 0)
+    assert desk.admission.charged_tokens(0) == 810
+    desk.admission.finish(first, now=1.0, is_kept=False)
+    assert desk.admission.charged_tokens(0) == 800
+    desk.admission.finish(again, now=2.0, is_kept=False)
+    assert desk.admission.charged_tokens(0) == 800
+    held = desk.offer(ask("next", 800), now=2.0)
+    assert isinstance(held, Hold)
+    desk.admission.finish(third, now=3.0, is_kept=False)
+    assert desk.admission.charged_tokens(0) == 0
+
+
+def test_what_runs_is_charged_whatever_ended_before_it() -> None:
+    """A turn of 800 runs beside another that it finds in full. That one and four titles of 10 end first."""
+    desk = Desk(fleet(1), AlwaysHold())
+    other = desk.send(ask("s", 800))
+    turn = desk.start(ask("s", 800, cached={0: 800}), 0)
+    desk.admission.finish(other, now=1.0)
+    for _ in range(4):
+        desk.admission.finish(desk.start(ask("s", 10), 0), now=2.0)
+    assert desk.admission.charged_tokens(0) == 800
+
+    desk.admission.finish(turn, now=3.0)
+    assert desk.admission.charged_tokens(0) == 800
 
 
 def test_a_title_does_not_shrink_the_charge_of_what_runs_beside_it() -> None:
