@@ -186,7 +186,7 @@ class Decoder:
             return torch.rms_norm(x, weight.shape[-1:], None, self.config.norm_eps).mul_(weight)
         # On the CPU torch's own is nine operators, which on the few rows of a decode step take twice as long.
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / torch.hypot(length * x.shape[-1] ** -0.5, self._root_of_epsilon)) * weight
+        return x.div(torch.hypot(length * x.shape[-1] ** -0.5, self._root_of_epsilon)).mul_(weight)
 
     def _attend(
         self,
