@@ -119,6 +119,8 @@ def prices(
     This loop is what a decision among many ranks costs, so what is called for each rank elsewhere is written out here,
     which takes less than half of the time.
     """
+    if not ranks:
+        return []
     prompt_tokens = request.prompt_tokens
     reusable = request.reusable_tokens
     held = [int(reusable.get(rank.slot, 0) * rank.trust.ratio) for rank in ranks]

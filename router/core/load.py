@@ -129,7 +129,7 @@ class LoadBook:
             opened_at=now,
         )
         if not load.waiting:
-            load.serving_since = now
+            load.serving_since, load.serving_seconds = now, seconds
         load.inflight += 1
         load.inflight_tokens += prompt_tokens
         load.waiting += 1
@@ -182,6 +182,7 @@ class LoadBook:
         load.waiting -= 1
         load.waiting_tokens -= claim.prefill_tokens
         load.waiting_seconds = load.waiting_seconds - claim.prefill_seconds if load.waiting else 0.0
+        load.serving_seconds = next(iter(claim.queue)).prefill_seconds if load.waiting else 0.0
 
 
 def _first(claim: Claim) -> bool:
@@ -192,9 +193,10 @@ def _first(claim: Claim) -> bool:
 def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None:
     """Make ``total`` several routers' work on one rank, as one queue: the prompt it works on is the one begun last."""
     total.inflight = total.inflight_tokens = total.waiting = total.waiting_tokens = 0
-    total.waiting_seconds = total.serving_since = total.recent_seconds = 0.0
+    total.waiting_seconds = total.serving_since = total.serving_seconds = total.recent_seconds = 0.0
     total.charged_tokens = 0
     total.recent_at = now
+    begun_last = -math.inf
     for part in parts:
         total.inflight += part.inflight
         total.inflight_tokens += part.inflight_tokens
@@ -202,6 +204,8 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
         total.waiting_tokens += part.waiting_tokens
         total.waiting_seconds += part.waiting_seconds
         total.serving_since = max(total.serving_since, part.serving_since)
+        if part.waiting and part.serving_since > begun_last:
+            begun_last, total.serving_seconds = part.serving_since, part.serving_seconds
         total.recent_seconds += recent_seconds(part, now=now)
         total.charged_tokens += part.charged_tokens
 
@@ -218,10 +222,13 @@ def explains_silence(load: RankLoad, pace: RankPace, *, now: float) -> bool:
 
 
 def wait_seconds(load: RankLoad, pace: RankPace, *, now: float) -> float:
-    """Prefill still to be done before a new request's turn: what was promised, less the time already served."""
+    """Prefill still to be done before a new request's turn: what was promised, less what of the prompt in hand has
+    been served. However late that one is, those behind it have not begun: a rank that hangs is not a rank that is done.
+    """
     if not load.waiting:
         return 0.0
-    return max(0.0, pace.factor * load.waiting_seconds - (now - load.serving_since))
+    served_seconds = min(pace.factor * load.serving_seconds, now - load.serving_since)
+    return max(0.0, pace.factor * load.waiting_seconds - served_seconds)
 
 
 def recent_seconds(load: RankLoad, *, now: float) -> float:

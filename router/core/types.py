@@ -128,6 +128,8 @@ class RankLoad:
     recent_seconds: float = 0.0
     recent_at: float = 0.0
     charged_tokens: int = 0
+    #: Of ``waiting_seconds``, those of the prompt that the rank works on since ``serving_since``.
+    serving_seconds: float = 0.0
 
 
 @dataclass(slots=True)

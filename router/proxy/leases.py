@@ -25,7 +25,6 @@ from router.proxy.promises import Promise, Promises, counts_at_dispatch
 from router.proxy.splitting import learn_pace
 from router.proxy.types import BROKEN_OFF_HERE, Outcome
 from router.telemetry.metrics import Metrics
-from router.wire.openai import MAX_TOKENS
 from router.wire.usage import Usage
 
 #: Ends after which the rank's cache has the prompt and what there is of the answer.
@@ -157,7 +156,7 @@ class Leases:
             self._holding.finished(
                 lease.visit,
                 is_kept=outcome is Outcome.OK or (lease.visit.has_begun and outcome in _LEAVES_CONTEXT),
-                output_tokens=None if told is None or is_prefill else _output_tokens(told),
+                output_tokens=None if told is None or is_prefill else told.completion_tokens,
                 cached_tokens=None if told is None or lease.decision.prefill is not None else told.cached_tokens,
                 ideal_tokens=prepared.ideal_tokens if prepared.tokens is not None else None,
             )
@@ -180,13 +179,11 @@ class Leases:
     def _read(self, lease: Lease, outcome: Outcome, usage: Usage) -> None:
         """What the worker says of it."""
         if outcome is Outcome.OK and usage.completion_tokens > 0 and not lease.member.is_prefill:
-            self._lengths.observe(lease.prepared.model, _output_tokens(usage))
+            self._lengths.observe(lease.prepared.model, usage.completion_tokens)
         if lease.decision.prefill is not None:
             return  # the engine counts what it was handed as it likes
         if outcome is Outcome.OK and usage.cached_tokens is not None:
-            prompt_tokens = max(0, usage.prompt_tokens)  # a worker may say anything
-            actual_tokens = min(prompt_tokens, max(0, usage.cached_tokens))
-            self._compare(lease, prompt_tokens=prompt_tokens, actual_tokens=actual_tokens)
+            self._compare(lease, prompt_tokens=usage.prompt_tokens, actual_tokens=usage.cached_tokens)
         if lease.noted is not None:
             lease.noted.prompt_tokens, lease.noted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
 
@@ -210,11 +207,6 @@ class Leases:
                 actual_tokens=actual_tokens,
                 slack_tokens=member.block_tokens or 0,
             )
-
-
-def _output_tokens(usage: Usage) -> int:
-    """Of an answer; a worker may say anything."""
-    return max(0, min(usage.completion_tokens, MAX_TOKENS))
 
 
 class Lease:

@@ -16,6 +16,7 @@ import msgspec
 from router.errors import BadRequest, Dialect, PayloadTooLarge, RequestError, openai_error_body, wait_field
 from router.wire import anthropic, responses
 from router.wire.frozen import Frozen
+from router.wire.usage import MAX_TOKENS
 
 
 class Endpoint(StrEnum):
@@ -35,9 +36,6 @@ class Endpoint(StrEnum):
         """Whose errors its clients understand."""
         return Dialect.ANTHROPIC if self in _ANTHROPIC else Dialect.OPENAI
 
-
-#: More than this no model's context holds, and nothing is priced or charged for more, whatever is asked for.
-MAX_TOKENS: Final = 1 << 27
 
 #: Decoding takes the loop's time by the value, not by the byte; a prompt with so many commas, colons and brackets fills
 #: any model's context. They are counted where a body is long enough to matter.

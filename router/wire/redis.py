@@ -192,7 +192,7 @@ def read_workers(reply: Sequence[bytes]) -> dict[str, WorkerEntry]:
 class RankWork(msgspec.Struct, frozen=True, array_like=True):
     """What one replica has sent to one rank and not seen finished; fields as in ``core.types.RankLoad``.
 
-    ``serving_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` is faded to now;
+    ``served_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` is faded to now;
     ``charged_tokens`` are those of the contexts that the replica has admitted to the rank.
     """
 
@@ -203,9 +203,10 @@ class RankWork(msgspec.Struct, frozen=True, array_like=True):
     waiting: Count
     waiting_tokens: Count
     waiting_seconds: Seconds
-    serving_seconds: Seconds
+    served_seconds: Seconds
     recent_seconds: Seconds
     charged_tokens: Count = 0
+    serving_seconds: Seconds = 0.0
 
 
 class Charged(msgspec.Struct, frozen=True, array_like=True):

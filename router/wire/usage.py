@@ -6,9 +6,16 @@ from typing import Final
 
 import msgspec
 
+#: More than this no model's context holds, and nothing is priced or charged for more, whatever is asked for or told.
+MAX_TOKENS: Final = 1 << 27
+
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts a worker reports. ``cached_tokens`` is None where the engine does not say."""
+    """Token counts a worker reports. ``cached_tokens`` is None where the engine does not say.
+
+    A worker may say anything: as read, none is negative or beyond ``MAX_TOKENS``, and no more of a prompt is cached
+    than it has.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,11 +42,16 @@ class _Usage(msgspec.Struct):
         details = self.prompt_tokens_details or self.input_tokens_details
         cached_tokens = details.cached_tokens if details else self.cache_read_input_tokens
         apart_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        prompt_tokens = _bounded(self.prompt_tokens or (self.input_tokens or 0) + apart_tokens)
         return Usage(
-            prompt_tokens=self.prompt_tokens or (self.input_tokens or 0) + apart_tokens,
-            completion_tokens=self.completion_tokens or self.output_tokens or 0,
-            cached_tokens=cached_tokens,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=_bounded(self.completion_tokens or self.output_tokens or 0),
+            cached_tokens=None if cached_tokens is None else min(prompt_tokens, _bounded(cached_tokens)),
         )
+
+
+def _bounded(tokens: int) -> int:
+    return max(0, min(tokens, MAX_TOKENS))
 
 
 class _Nested(msgspec.Struct):

@@ -171,6 +171,17 @@ def test_waiting_shrinks_while_the_rank_works() -> None:
     assert [wait_seconds(load, PACE, now=now) for now in (0.0, 4.0, 11.0)] == [10.0, 6.0, 0.0]
 
 
+def test_a_rank_that_hangs_is_not_one_that_is_done() -> None:
+    """However late the prompt in hand, those behind it have not begun; once it ends, theirs is the time."""
+    book = LoadBook()
+    first, *_ = (claim(book, now=0.0, seconds=seconds) for seconds in (8.0, 5.0, 1.0))
+    load = book.load(0)
+
+    assert [wait_seconds(load, PACE, now=now) for now in (0.0, 4.0, 8.0, 250.0)] == [14.0, 10.0, 6.0, 6.0]
+    book.first_byte(first, now=250.0)
+    assert [wait_seconds(load, PACE, now=now) for now in (250.0, 252.0, 300.0)] == [6.0, 4.0, 1.0]
+
+
 def test_what_was_sent_on_a_wrong_guess_is_counted_as_what_is_known_now() -> None:
     """A rank is taken to need 10 s for what waits there, and is 20 times as slow: of 200 s 4 are over."""
     book, pace = LoadBook(), prior(1000)

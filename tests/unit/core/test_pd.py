@@ -76,6 +76,7 @@ def ask(
     prefill_home: int | None = None,
     exclude: frozenset[int] = frozenset(),
     handovers: frozenset[Handover] = EITHER,
+    stored: Mapping[int, int] | None = None,
 ) -> RouteRequest:
     return RouteRequest(
         model="m",
@@ -87,6 +88,7 @@ def ask(
         prefill_home=prefill_home,
         exclude=exclude,
         handovers=handovers,
+        stored_tokens=stored or {},
     )
 
 
@@ -101,6 +103,25 @@ def chosen(decision: Decision | None) -> tuple[int | None, int, Reason]:
     """Slots of the prefill leg and of the answering rank, and why."""
     assert decision is not None
     return decision.prefill.slot if decision.prefill else None, decision.slot, decision.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((prefill(0), decode(1, sufficient=False)), (0, 1)),
+        ((prefill(0), decode(1, sufficient=True)), (0, 1)),
+        ((prefill(0, status=RankStatus.DOWN), decode(1)), (None, 1)),
+        ((unified(0),), (None, 0)),
+        ((prefill(0, handover=Handover.PARAMS), decode(1, handover=Handover.PARAMS, sufficient=False)), (0, 1)),
+    ],
+)
+@pytest.mark.parametrize("home", [None, 0, 1])
+def test_a_part_of_the_fleet_that_nobody_plays_has_no_price(
+    ranks: tuple[RankView, ...], expected: tuple[int | None, int], home: int | None
+) -> None:
+    """Fleets in which nobody answers alone, nobody prefills or nobody decodes: a new session's head is stored there."""
+    decision = decide(*ranks, request=ask(home=home, stored={0: 512, 1: 256}))
+    assert chosen(decision)[:2] == expected
 
 
 # --- the price, by brute force ----------------------------------------------------------------------

@@ -218,7 +218,9 @@ def test_prices_see_own_and_other_work_as_one_queue() -> None:
     total, own = loads.total(0), loads.load(0)
     claim = loads.open(0, prompt_tokens=100, prefill_tokens=80, seconds=2.0, now=10.0)
     assert (total.inflight, total.waiting_tokens) == (1, 80)
-    elsewhere = RankLoad(3, 300, 1, 3.0, 60, serving_since=10.5, recent_seconds=4.0, recent_at=10.5)
+    elsewhere = RankLoad(
+        3, 300, 1, 3.0, 60, serving_since=10.5, serving_seconds=3.0, recent_seconds=4.0, recent_at=10.5
+    )
     loads.set_elsewhere(0, elsewhere, now=10.5)
     assert (total.inflight, total.inflight_tokens, total.waiting, total.waiting_tokens) == (4, 400, 2, 140)
     assert wait_seconds(total, prior(1000), now=11.0) == pytest.approx(4.5)

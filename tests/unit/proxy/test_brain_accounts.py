@@ -16,7 +16,7 @@ from router.proxy.tokenization import PromptTokenizer
 from router.proxy.types import Outcome
 from router.settings import Policy
 from router.wire.openai import Endpoint, parse_request
-from router.wire.usage import Usage
+from router.wire.usage import Usage, parse_usage
 from tests.fakes.brain_world import BLOCK, FILES, TOKENIZER, World, prompt_of
 
 # --- accounts ---------------------------------------------------------------------------------------------------
@@ -85,7 +85,9 @@ async def test_an_engine_that_does_not_tell_reuse_is_not_judged() -> None:
 async def test_impossible_usage_breaks_nothing(said: tuple[int, int], counted: tuple[int, int]) -> None:
     """A worker may report what it likes: counters only grow, and reuse is at most the prompt."""
     world = World(ranks=1)
-    (await world.ask(prompt_of(100))).lease.close(Outcome.OK, Usage(said[0], 1, said[1]))
+    details = {"cached_tokens": said[1]}
+    told = {"usage": {"prompt_tokens": said[0], "completion_tokens": 1, "prompt_tokens_details": details}}
+    (await world.ask(prompt_of(100))).lease.close(Outcome.OK, parse_usage(json.dumps(told).encode()))
 
     assert (world.rank_sample("prompt_tokens_total", 0), world.rank_sample("cached_tokens_total", 0)) == counted
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from router.errors import RequestError, TooManyRequests, UpstreamFailed
 from router.wire.openai import (
-    MAX_TOKENS,
     Endpoint,
     InferenceRequest,
     error_event,
     parse_request,
     with_field,
 )
+from router.wire.usage import MAX_TOKENS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.wire import sse
 from router.wire.taps import BodyTap, StreamTap
-from router.wire.usage import Usage, parse_usage
+from router.wire.usage import MAX_TOKENS, Usage, parse_usage
 
 # --- usage ----------------------------------------------------------------------------------------
 
@@ -28,6 +28,10 @@ FULL = {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42, "prompt
         (None, None),
         ("many", None),
         ({"prompt_tokens": "x"}, None),
+        ({"prompt_tokens": -40, "completion_tokens": -1}, Usage(0, 0, None)),
+        ({"prompt_tokens": 10**400, "completion_tokens": 10**400}, Usage(MAX_TOKENS, MAX_TOKENS, None)),
+        ({**FULL, "prompt_tokens_details": {"cached_tokens": -(10**400)}}, Usage(40, 2, 0)),
+        ({**FULL, "prompt_tokens_details": {"cached_tokens": 41}}, Usage(40, 2, 40)),
     ],
 )
 def test_usage(usage: object, expected: Usage | None) -> None:
