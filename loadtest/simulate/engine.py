@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from loadtest.simulate.cache import RunCache
 from loadtest.simulate.runs import Path, Run, path_blocks
-from loadtest.simulate.windows import Told, WindowCache, window_before
+from loadtest.simulate.windows import Told, WindowCache
 
 #: At full speed: 22,000 prompt tokens a second at the start of a context, 15,000 at 100,000 tokens.
 TOKEN_SECONDS = 1 / 22_000
@@ -214,9 +214,8 @@ class Engine:
             if self.host is not None and run in self.host.resident:
                 self._listener.loadable(run, self.host.resident[run])
         if self.windows is not None:
-            for depth in (job.fork_blocks, path_blocks(job.path)):
-                for run, _ in window_before(job.path, depth, window=self._window_blocks):
-                    self._listener.windowed(run, self.windows.spans.get(run))
+            for run, _ in job.path:
+                self._listener.windowed(run, self.windows.spans.get(run))
         self._jobs_started += 1
         finish = self._steps + max(1, job.output_tokens - 1)
         heapq.heappush(self._running, (finish, self._jobs_started, job))
