@@ -51,7 +51,7 @@ def homing(*arguments: str) -> Iterator[Running]:
         text=True,
         env=environment | {"OMP_NUM_THREADS": "1"},
     )
-    timer = threading.Timer(40, process.kill)
+    timer = threading.Timer(100, process.kill)
     timer.start()
     try:
         assert process.stdout is not None
