@@ -38,6 +38,7 @@ class Blocks:
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
         self._names: dict[str, Names] = {}
         self._ranks: dict[int, RankState] = {}
+        self._radix_slots: set[int] = set()
         self._forgotten = 0
         self._lone = 0  # slot bits of ranks without a dense group (``core/lone_groups``)
 
@@ -50,11 +51,14 @@ class Blocks:
         if pool is not None and geometry is not None:
             pool.recomputed_blocks = int(geometry.eagle)
         self._listen(slot)
+        if pool is not None and pool.is_radix:
+            self._radix_slots.add(slot)
         self._set_stride(slot, 1)
 
     def remove_rank(self, slot: int) -> None:
         """Forget a rank and all it held."""
         self.clear(slot)
+        self._radix_slots.discard(slot)
         self._ranks.pop(slot).chains.members &= ~(1 << slot)
         self._lone &= ~(1 << slot)
 

@@ -84,6 +84,14 @@ class Runs:
         run, at = self.at(place)
         return run is not None and run.holders(tier).holds(slot, at)
 
+    def follows(self, place: int, before: int) -> bool:
+        """Whether a block is the one right behind another."""
+        run, at = self.at(place)
+        if run is None or at or run.parent is None:
+            return run is not None and at > 0 and place == before + 1
+        parent, stop = run.parent
+        return before == parent.places(stop - 1, stop)[0]
+
     def is_held(self, place: int) -> bool:
         """Whether any rank holds a block, on whatever tier."""
         run, at = self.at(place)

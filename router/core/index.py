@@ -104,10 +104,15 @@ class PrefixIndex(Residency):
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens)
+        for slot in self._radix_slots.difference(depths):  # what others compute may be there when it is let in
+            pool, stride = self._ranks[slot].pool, self._ranks[slot].stride
+            if isinstance(pool, RadixPool) and len(keys) >= stride and pool.may_bring(keys[stride - 1]):
+                depths[slot] = 0
         foretold = self._foretell(depths, keys, want)
+        limit = (prompt_tokens - 1) // self.block_tokens
         for slot, depth in depths.items():
             rank = self._ranks[slot]
-            units = foretold[slot] if slot in foretold else self._usable(rank, keys, depth)
+            units = min(limit, foretold[slot]) if slot in foretold else self._usable(rank, keys, depth)
             if rank.geometry.eagle:
                 units -= rank.stride
             if units > 0:

@@ -190,6 +190,15 @@ class RadixForecast(Forecast):
             if self.lets_in(keys, want) or not (self._rows or self._admitted):
                 return
 
+    def found(self, keys: Sequence[int]) -> int:
+        """How many of the first pages are there when it is let in, with those that prompts before it compute."""
+        found = 0
+        for stretch, count in self._path(keys):
+            found += min(count, left := self._left_of(stretch))
+            if left < count:
+                break
+        return found
+
     def _fits(self, keys: Sequence[int], want: Want) -> bool:
         """``PrefillAdder.add_one_req``. What it finds cannot be given up for it."""
         page = self._page_tokens

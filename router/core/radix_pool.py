@@ -126,13 +126,19 @@ class RadixPool(Pool):
             self._order.use(allocation.keys[: allocation.pinned], pins=-1)
             allocation.pinned = self._order.use(allocation.keys, pins=1)
 
+    def may_bring(self, key: int) -> bool:
+        """Whether requests unheard of will store a chain's first block."""
+        return any(each.keys and each.keys[0] == key for each in self.pending)
+
     @property
     def is_moving(self) -> bool:
         """Whether what is there may be gone when the next prompt is scheduled."""
         return bool(self.pending or self._running)
 
     def kept(self, keys: Sequence[int], depth: int, *, copies: int, want: Want | None = None) -> int:
-        """How many of the first ``depth`` blocks will be there. ``copies`` is all that the rank holds now."""
+        """How many of the first ``depth`` blocks will be there; or more, if it waits and others before it compute them.
+        ``copies`` is all that the rank holds now.
+        """
         if not self.is_moving or self._blocks is None or len(self.pending) > MAX_PENDING or copies > self._blocks:
             return depth
         want = want or Want(len(keys) * self._page_tokens)
@@ -171,6 +177,7 @@ class RadixPool(Pool):
         if not forecast.lets_in(keys, want):
             forecast = foretell()
             forecast.wait(keys, want)
+            return max(forecast.kept(keys, depth), forecast.found(keys))
         return forecast.kept(keys, depth)
 
     def _rows(self) -> dict[Allocation, Row]:

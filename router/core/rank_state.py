@@ -52,6 +52,22 @@ class Names:
         place = self.places.get(name)
         return () if place is None else (*self.others.get(name, ()), place)
 
+    def in_chain_order(self, names: Sequence[EngineHash], runs: Runs) -> Sequence[EngineHash]:
+        """What SGLang removes at once, each block after the one it is behind. It names whole nodes, each from its
+        start, and those that are behind first.
+        """
+        nodes: list[list[EngineHash]] = []
+        before: Sequence[int] = ()
+        for name in names:
+            places = self.all_places(name)
+            is_next = bool(before and places) and places[-1] == before[-1] + 1
+            if nodes and (is_next or any(runs.follows(each, other) for each in places for other in before)):
+                nodes[-1].append(name)
+            else:
+                nodes.append([name])
+            before = places
+        return [name for node in reversed(nodes) for name in node] if len(nodes) > 1 else names
+
     def forget(self, name: EngineHash, place: int, *, stray: int | None) -> None:
         """Nobody holds the block at a place any more. ``stray`` is its key, if sparse groups do."""
         kept = [each for each in self.all_places(name) if each != place]

@@ -264,13 +264,16 @@ class Residency(LoneGroups):
                     self._lose_sparse(rank, slot, name, event.group)
         elif tier != GPU or event.group == rank.dense_group:
             copies = self._copies(slot)
+            names: Sequence[EngineHash] = event.hashes
+            if isinstance(rank.pool, RadixPool) and tier == GPU:
+                names = rank.names.in_chain_order(names, self._runs)
             if self.namespaces and isinstance(rank.pool, RadixPool) and tier == GPU:
-                for name in reversed(event.hashes):  # of one name that block goes which nothing is behind any more
+                for name in reversed(names):  # of one name that block goes which nothing is behind any more
                     if (key := self._remove_dense(rank, slot, name, tier)) is not None:
                         rank.pool.guard.attempt(rank.pool.removed, (key,), copies=copies)
                 return
-            if tier != GPU or (gone := self._lose_named(rank, slot, event.hashes)) is None:
-                gone = [key for name in event.hashes if (key := self._remove_dense(rank, slot, name, tier)) is not None]
+            if tier != GPU or (gone := self._lose_named(rank, slot, names)) is None:
+                gone = [key for name in names if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
                 rank.pool.guard.attempt(rank.pool.removed, gone, copies=0 if rank.adopted.has_gaps else copies)
 

@@ -50,7 +50,7 @@ def captured(name: str) -> Path:
         ("own-vllm-qwen3-full-pool", 82, 77),
         ("own-sglang-qwen3-full-pool", 83, 83),
         ("own-sglang-qwen3-tight-pool", 83, 77),
-        ("own-sglang-qwen3-waiting", 80, 72),
+        ("own-sglang-qwen3-waiting", 80, 74),
         ("own-sglang-qwen3-page1", 49, 48),
         ("own-sglang-qwen3-pieces", 63, 63),
     ],

@@ -147,6 +147,26 @@ def test_of_pages_that_two_answers_have_in_common_one_is_kept() -> None:
     assert kept(pool, "abc", copies=4) == 0
 
 
+def test_a_prompt_that_waits_finds_what_those_before_it_have_computed() -> None:
+    """Of twelve pages three are cached. A prompt of five pages and a half, and an answer of up to four more, leave
+    no room for the next one until that answer ends: by then its pages are there.
+    """
+    pool = pool_of(12, "abc")
+    pool.sent(keys("uvwxy"), blocks=6, want=Want(88, 64, 64))
+
+    assert pool.may_bring(keys("u")[0])
+    assert not pool.may_bring(keys("a")[0])
+    assert pool.kept(keys("uvwz"), 0, copies=3, want=Want(72, 16)) == 3
+
+
+def test_a_prompt_that_does_not_wait_finds_nothing_of_what_is_being_computed() -> None:
+    """With forty pages both are let in, one after the other."""
+    pool = pool_of(40, "abc")
+    pool.sent(keys("uvwxy"), blocks=6, want=Want(88, 64, 64))
+
+    assert pool.kept(keys("uvwz"), 0, copies=3, want=Want(72, 16)) == 0
+
+
 def test_what_a_running_answer_has_by_now_is_not_free() -> None:
     """Forty tokens behind a prompt of one page and eight tokens are three pages that no event has told of."""
     pool = pool_of(14, "abc", "xyz")
