@@ -14,17 +14,19 @@ where nothing is sent while there are others):
 2. ``start(request, slot, view, now=...)`` when it is sent; it returns a ``Visit``. Then ``visit.first_token()`` at the
    first byte, and ``finish(visit, now=...)`` when it is over, however it ended. Both may be repeated without effect. A
    pair of ranks is two visits: the decode rank's, then the prefill rank's, each told of its ``partner``.
-3. ``release(view, now=...)`` after every first token, every finish, every change of the fleet, and once a second: the
-   request at the head of the queue if it may go now, else None. Start it before asking for the next one. ``renew``
-   tells what the caches hold by then of the one that waits longest.
+3. ``release(view, now=...)`` after every first token, every finish, every change of the fleet, and once a second: who
+   waits longest of those that may go now, else None. Start it before asking for the next one. ``renew`` tells what the
+   caches hold by then of the ``heads``.
 4. ``cancel(ticket)`` when a held client has gone or has waited too long; ``forget_slot(slot)`` when a rank has gone.
 
 Who passes: conversations that are admitted, where what they bring is cached or still fits; subagents, since their
 parent waits for them; requests that are warm where there is room; requests that name no conversation, which cannot be
-charged; and all while nobody serves the model, to be told so. All others wait in one strict FIFO until a rank has room
-and no other cold start. Room is never made by running over: only conversations that have been idle for long lapse, one
-after another and only as many as needed. A rank without any active conversation takes one of any size. Holding is
-harmful for traffic that does not come back: ``guard`` switches it off and on, while charges are kept all the same.
+charged; and all while nobody serves the model, to be told so. All others wait until a rank has room and no other cold
+start; a rank's room is for whoever came first of those that it could serve. The same rules hold for who comes and who
+waits. Warm requests overtake one that waits until they have taken as much as lies between the two budgets of its ranks.
+Room is never made by running over: only conversations that have been idle for long lapse, one after another and only as
+many as needed. A rank without any active conversation takes one of any size. Holding is harmful for traffic that does
+not come back: ``guard`` switches it off and on, while charges are kept all the same.
 
 Prefill and decode ranks have pools of their own, and each is charged with the contexts it is sent: the prompt here, the
 prompt and its answer there. A new conversation needs room on a rank of each, and no other cold start on the prefill
@@ -36,85 +38,29 @@ two passes where the other has room, or is not needed.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from itertools import islice
+from typing import Final
 
 from router.core.admission_charges import Charges
 from router.core.admission_charges import Visit as Visit
 from router.core.admission_guard import Guard
+from router.core.admission_queue import Claim, Queue, wanted
 from router.core.admission_sizes import added_footprint, footprint, found_tokens, shared_tokens
+from router.core.admission_types import AdmissionParameters as AdmissionParameters
+from router.core.admission_types import Admit as Admit
+from router.core.admission_types import Barrier as Barrier
+from router.core.admission_types import Hold as Hold
+from router.core.admission_types import Passage as Passage
+from router.core.admission_types import Released as Released
 from router.core.cost import LOAD_RATIO
 from router.core.pace import prefill_seconds
-from router.core.types import FleetView, RankView, RouteRequest, WorkerRole
+from router.core.types import FleetView, RankStatus, RankView, RouteRequest, WorkerRole
 from router.core.ways import Ways, prompt_alone
 
-
-class Passage(StrEnum):
-    """Why a request may go."""
-
-    OFF = "off"  # the guard sees no use in holding
-    KEYLESS = "keyless"  # no conversation to charge
-    UNSERVED = "unserved"  # no rank can take it: waiting for room in a cache is of no use
-    CHILD = "child"  # its parent waits for it
-    ADMITTED = "admitted"  # its conversation is charged already
-    WARM = "warm"  # most of it is cached where it still fits
-    ROOM = "room"  # a rank has room for it
-
-
-class Barrier(StrEnum):
-    """Why a request is held."""
-
-    QUEUE = "queue"  # others came first
-    COLD_START = "cold_start"  # where there is room, another cold conversation is being computed
-    BUDGET = "budget"  # no rank has room
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """May be sent, to one of ``slots`` (None: wherever the policy likes)."""
-
-    why: Passage
-    slots: frozenset[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Must wait; ``position`` counts from 1 at the head of the queue."""
-
-    ticket: int
-    position: int
-    why: Barrier
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A held request that may go now."""
-
-    ticket: int
-    admit: Admit
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionParameters:
-    """Shares of a rank's pool that charges may fill, and how long a conversation is idle before it may lapse.
-
-    A budget below the pool leaves room for contexts to grow; ``warm_budget_ratio`` is how far they may. A prompt is
-    warm if ``warm_ratio`` of it is cached, in whatever tier. Room is kept for an idle conversation in proportion to
-    what its context costs to get back: for the part ``idle_ratio`` of the time in which the rank could fill its whole
-    pool, by computing or, where a lower tier has the context, by loading; within bounds.
-    """
-
-    budget_ratio: float = 0.85
-    warm_budget_ratio: float = 1.05
-    warm_ratio: float = 0.7
-    idle_ratio: float = 0.3
-    least_idle_seconds: float = 15.0
-    most_idle_seconds: float = 120.0
-
-
 _NONE = frozenset[int]()
+#: So many of each line are asked after, since others than its first may go where they are warm or admitted.
+_LOOK_AHEAD: Final = 8
 
 
 class Admission:
@@ -124,8 +70,7 @@ class Admission:
         self.guard = guard if guard is not None else Guard()
         self.charges = Charges()
         self._parameters = parameters
-        self._queue: OrderedDict[int, RouteRequest] = OrderedDict()
-        self._tickets = 0
+        self._queue = Queue()
         self._pool_tokens = 0
 
     # --- the queue ------------------------------------------------------------------------------------
@@ -138,16 +83,16 @@ class Admission:
     @property
     def held_tokens(self) -> int:
         """Contexts that wait for room."""
-        return sum(request.prompt_tokens + request.output_tokens for request in self._queue.values())
+        return sum(request.prompt_tokens + request.output_tokens for request in self._queue.requests())
 
     @property
-    def head(self) -> int | None:
-        """The ticket of who waits longest."""
-        return next(iter(self._queue), None)
+    def heads(self) -> Sequence[int]:
+        """The tickets of those whom nobody stands before."""
+        return self._queue.heads
 
     def position(self, ticket: int) -> int | None:
-        """Place in the queue, 1 at its head; None if it does not wait."""
-        return next((place for place, queued in enumerate(self._queue, start=1) if queued == ticket), None)
+        """Place among all who wait, 1 for the oldest; None if it does not wait."""
+        return self._queue.position(ticket)
 
     def charged_tokens(self, slot: int) -> int:
         """What conversations occupy on a rank, the idle included."""
@@ -160,38 +105,46 @@ class Admission:
         """A request has arrived."""
         if request.session is not None:
             self.guard.arrived((request.model, request.session), now=now)
-        ways = Ways.open(view, request, closed=closed)
-        answer: Admit | Barrier | None = self._pass(request, ways, view, now=now)
-        if answer is None and not ways.answering:
-            answer = Admit(Passage.UNSERVED)
-        if answer is None:
-            answer = Barrier.QUEUE if self._queue else self._room(request, ways, view)
+        claims = self._queue.claims(view, closed=closed)
+        answer = self._answer(request, Ways.open(view, request, closed=closed), view, claims, now=now)
         if isinstance(answer, Admit):
+            self._note_overtaking(request, answer, view, claims)
             return answer
-        self._tickets += 1
-        self._queue[self._tickets] = request
-        return Hold(self._tickets, len(self._queue), answer)
+        return Hold(self._queue.join(request), len(self._queue), answer)
+
+    def foretell(
+        self, request: RouteRequest, view: FleetView, *, now: float, closed: frozenset[int] = _NONE
+    ) -> Admit | Barrier:
+        """What ``offer`` would answer, without an offer."""
+        claims = self._queue.claims(view, closed=closed)
+        return self._answer(request, Ways.open(view, request, closed=closed), view, claims, now=now)
 
     def release(self, view: FleetView, *, now: float, closed: frozenset[int] = _NONE) -> Released | None:
-        """The head of the queue, taken from it, if it may go."""
-        if not self._queue:
-            return None
-        ticket, request = next(iter(self._queue.items()))
-        ways = Ways.open(view, request, closed=closed)
-        answer = self._pass(request, ways, view, now=now) or self._room(request, ways, view)
-        if isinstance(answer, Barrier):
-            return None
-        del self._queue[ticket]
-        return Released(ticket, answer)
+        """Who waits longest of those that may go, taken from the queue."""
+        claims = self._queue.claims(view, closed=closed)
+        for claim in claims:
+            for ticket, request in islice(claim.line.waiting.items(), _LOOK_AHEAD):
+                if ticket == claim.ticket:
+                    ways = claim.ways
+                elif self._is_known(request):
+                    ways = Ways.open(view, request, closed=closed)
+                else:
+                    continue
+                ahead = [other for other in claims if other.ticket < ticket]
+                answer = self._answer(request, ways, view, ahead, now=now)
+                if isinstance(answer, Admit):
+                    self._note_overtaking(request, answer, view, ahead)
+                    self._queue.leave(ticket)
+                    return Released(ticket, answer)
+        return None
 
     def renew(self, ticket: int, request: RouteRequest) -> None:
         """What the caches hold of a waiting request by now."""
-        if ticket in self._queue:
-            self._queue[ticket] = request
+        self._queue.renew(ticket, request)
 
     def cancel(self, ticket: int) -> None:
         """Nobody waits for it any more. Unknown tickets are no error."""
-        self._queue.pop(ticket, None)
+        self._queue.leave(ticket)
 
     # --- requests under way ---------------------------------------------------------------------------
 
@@ -269,8 +222,43 @@ class Admission:
 
     # --- rules ----------------------------------------------------------------------------------------
 
-    def _pass(self, request: RouteRequest, ways: Ways, view: FleetView, *, now: float) -> Admit | None:
-        """Those whom no queue stops."""
+    def _answer(
+        self, request: RouteRequest, ways: Ways, view: FleetView, ahead: Sequence[Claim], *, now: float
+    ) -> Admit | Barrier:
+        """Whether it may go; those ``ahead`` came before it."""
+        claimed = wanted(ahead)
+        admit = self._pass(request, ways, view, claimed=claimed, now=now)
+        if admit is not None and (admit.why is not Passage.WARM or self._may_overtake(admit, ahead)):
+            return admit
+        if not ways.answering:
+            return Admit(Passage.UNSERVED)
+        return self._room(request, ways, view, claimed=claimed)
+
+    def _may_overtake(self, admit: Admit, ahead: Sequence[Claim]) -> bool:
+        """Whether what is warm may pass those that wait for its ranks: each is overtaken for a while, not for ever."""
+        ratio = self._parameters.warm_budget_ratio - self._parameters.budget_ratio
+        return not any(
+            claim.line.overtaken_tokens >= ratio * _pool_tokens(claim.ways) for claim in _passed(admit, ahead)
+        )
+
+    def _note_overtaking(self, request: RouteRequest, admit: Admit, view: FleetView, ahead: Sequence[Claim]) -> None:
+        """It goes, before others."""
+        if admit.why is Passage.WARM:
+            tokens = footprint(request, shared_tokens=shared_tokens(request, view)[WorkerRole.UNIFIED])
+            for claim in _passed(admit, ahead):
+                claim.line.overtaken_tokens += tokens
+
+    def _is_known(self, request: RouteRequest) -> bool:
+        """Whether it may be admitted or warm anywhere at all."""
+        assert request.session is not None, "what names no conversation passes"
+        if self.charges.of((request.model, request.session)) or request.charged_elsewhere:
+            return True
+        return any(self._is_warm(request, slot) for slot in {*request.reusable_tokens, *request.loadable_tokens})
+
+    def _pass(
+        self, request: RouteRequest, ways: Ways, view: FleetView, *, claimed: frozenset[int], now: float
+    ) -> Admit | None:
+        """Those whom no queue stops. Room is theirs on ranks that are not ``claimed`` by others."""
         if request.session is None:
             return Admit(Passage.KEYLESS)
         if request.session.agent:
@@ -293,11 +281,12 @@ class Admission:
             return None
         at_home = slots & home
         # Where nobody waits it may go elsewhere, too: home may be busy, and what is warm no more than a shared head.
-        elsewhere = _NONE
-        if not self._queue:
-            roomy = self._roomy(request, ways, view)
-            elsewhere = roomy if at_home else self._without_starts(roomy)
-        return Admit(Passage.ADMITTED if at_home else Passage.WARM, slots | elsewhere)
+        # Who is at home where it is drained must go elsewhere, whoever waits.
+        is_drained = any(rank.slot in at_home and rank.status is RankStatus.DRAINING for rank in view.ranks)
+        elsewhere = self._roomy(request, ways, view) - (_NONE if is_drained else claimed)
+        if not at_home:
+            return Admit(Passage.WARM, slots | self._without_starts(elsewhere))
+        return Admit(Passage.ADMITTED, slots | elsewhere)
 
     def _known(
         self, request: RouteRequest, ranks: Sequence[RankView], view: FleetView
@@ -310,12 +299,14 @@ class Admission:
         own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
         return frozenset(rank.slot for rank in ranks if rank.slot in own), warm
 
-    def _room(self, request: RouteRequest, ways: Ways, view: FleetView) -> Admit | Barrier:
-        """The head of the queue goes where there is room and nobody else is starting cold."""
+    def _room(self, request: RouteRequest, ways: Ways, view: FleetView, *, claimed: frozenset[int]) -> Admit | Barrier:
+        """It goes where there is room that nobody claims before it, and nobody else is starting cold."""
         ways = ways.beginning
-        roomy = ways.complete(self._roomy(request, ways, view))
+        roomy = ways.complete(self._roomy(request, ways, view) - claimed)
         if slots := ways.complete(self._without_starts(roomy)):
             return Admit(Passage.ROOM, slots)
+        if claimed & ways.slots:
+            return Barrier.QUEUE
         return Barrier.COLD_START if roomy else Barrier.BUDGET
 
     def _roomy(self, request: RouteRequest, ways: Ways, view: FleetView) -> frozenset[int]:
@@ -378,3 +369,13 @@ class Admission:
         for rank in view.ranks:
             self.charges.book(rank.slot).budget_tokens = self._budget_tokens(rank)
             self.charges.shed(rank.slot)
+
+
+def _passed(admit: Admit, ahead: Sequence[Claim]) -> Sequence[Claim]:
+    """Those whom it would overtake: they wait for a rank where it may go."""
+    return [claim for claim in ahead if admit.slots is not None and claim.slots & admit.slots]
+
+
+def _pool_tokens(ways: Ways) -> float:
+    """What the ranks hold together."""
+    return sum(math.inf if rank.pool_tokens is None else rank.pool_tokens for rank in (*ways.answering, *ways.prefill))

@@ -96,6 +96,11 @@ class Ways:
         return [*self.alone, *(rank for rank in self.decode if rank.slot not in alone)]
 
     @property
+    def slots(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset(rank.slot for ranks in (self.alone, self.prefill, self.decode) for rank in ranks)
+
+    @property
     def beginning(self) -> Ways:
         """For a prompt of which nothing is cached: a decode rank that can be handed it does not compute it."""
         paired = {rank.slot for rank in self.decode}

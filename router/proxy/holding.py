@@ -184,10 +184,10 @@ class Holding:
 
     def _next(self) -> Released | None:
         now = self._fleet.clock()
-        head = self._admission.head
-        if head is not None and now - (first := self._held[head]).routed_at >= _LOOK_AGAIN_SECONDS:
-            first.routed_at = now
-            self._admission.renew(head, first.route())
+        for head in self._admission.heads:
+            if now - (first := self._held[head]).routed_at >= _LOOK_AGAIN_SECONDS:
+                first.routed_at = now
+                self._admission.renew(head, first.route())
         return self._admission.release(self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
 
     def _ended(self, held: HeldRequest, end: HoldEnd) -> None:

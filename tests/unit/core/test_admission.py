@@ -181,14 +181,16 @@ def test_no_room_is_seen_on_a_rank_that_keeps_failing() -> None:
 
 
 def test_nobody_waits_for_room_where_nobody_serves() -> None:
-    """It passes, and is told that there is no worker. Who waits already goes on waiting."""
+    """It passes, and is told that there is no worker, whether it comes or waits already."""
     desk = Desk(fleet(1), AlwaysHold())
     desk.turn(ask("a", 800))
     assert isinstance(desk.offer(ask("b", 400)), Hold)
     down = replace(desk.view, ranks=(replace(desk.view.ranks[0], status=RankStatus.DOWN),))
 
     assert desk.admission.offer(ask("c", 400), down, now=0.0) == Admit(Passage.UNSERVED)
+    assert desk.admission.release(down, now=0.0) == Released(1, Admit(Passage.UNSERVED))
     assert desk.admission.release(down, now=0.0) is None
+    assert desk.admission.held == 0
 
 
 def test_who_waits_is_judged_by_what_is_cached_by_then() -> None:
@@ -197,7 +199,7 @@ def test_who_waits_is_judged_by_what_is_cached_by_then() -> None:
     desk.turn(ask("a", 600))
     held = desk.offer(ask("b", 400))
     assert isinstance(held, Hold)
-    assert desk.admission.head == held.ticket
+    assert desk.admission.heads == [held.ticket]
     assert desk.admission.held_tokens == 400
     desk.admission.renew(held.ticket, ask("b", 400, cached={0: 390}))
     desk.admission.renew(99, ask("b", 400))
