@@ -56,12 +56,14 @@ class Names:
         """What SGLang removes at once, each block after the one it is behind. It names whole nodes, each from its
         start, and those that are behind first.
         """
+        last = [self.places.get(name, -2) for name in names]
+        if last == list(range(last[0], last[0] + len(last)) if last else ()):  # one node, as nearly always
+            return names
         nodes: list[list[EngineHash]] = []
         before: Sequence[int] = ()
         for name in names:
             places = self.all_places(name)
-            is_next = bool(before and places) and places[-1] == before[-1] + 1
-            if nodes and (is_next or any(runs.follows(each, other) for each in places for other in before)):
+            if nodes and any(runs.follows(each, other) for each in places for other in before):
                 nodes[-1].append(name)
             else:
                 nodes.append([name])
