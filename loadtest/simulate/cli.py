@@ -62,6 +62,11 @@ def main(argv: Sequence[str]) -> int:
     except (TraceError, OSError) as error:
         print(f"homing simulate: {error}", file=sys.stderr)
         return 1
+    if (pool_tokens := min(options.pool_tokens)) < recording.least_prompt_tokens:
+        parser.error(
+            f"argument --pool-tokens: {pool_tokens} hold not even the shortest prompt of the trace, "
+            f"which has {recording.least_prompt_tokens} tokens"
+        )
     end_seconds = recording.span_seconds / options.speed_up
     if recording.arrivals and options.warm_up_seconds > end_seconds:
         parser.error(
@@ -164,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--pool-tokens", type=_several(_whole), default=[2_000_000], metavar="LIST", help="of each rank (default 2e6)")
     add(
         "--utilisation",
-        type=_several(_positive),
+        type=_several(_share),
         default=[None],
         metavar="LIST",
         help="share of the ranks that an infinite cache would need; sets their speed (default: full speed)",
@@ -233,6 +238,13 @@ def _positive(text: str) -> float:
     value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
     return value
 
 

@@ -86,6 +86,12 @@ class Recording:
         """From the first arrival to the last."""
         return self.arrivals[-1].at_seconds - self.arrivals[0].at_seconds if self.arrivals else 0.0
 
+    @property
+    def least_prompt_tokens(self) -> int:
+        """The shortest prompt."""
+        turns = [turn.prompt_tokens for session in self.sessions for turn in session.turns]
+        return min(turns + [arrival.prompt_tokens for arrival in self.arrivals], default=0)
+
 
 def load_recording(path: FilePath) -> Recording:
     """Read a trace. Raises ``TraceError``; sessions of fewer than ten turns or over 600,000 tokens are left out."""

@@ -200,7 +200,9 @@ def test_the_command_prints_what_is_promised(tmp_path: Path, capsys: pytest.Capt
         ("--lanes", "few", "must be a number, not 'few'"),
         ("--seed", "1,inf", "must be a whole number, not inf"),
         ("--ranks", "1.5", "must be a whole number of at least 1, not 1.5"),
-        ("--utilisation", "inf", "must be above 0, not inf"),
+        ("--utilisation", "65", "must be above 0 and at most 1, not 65"),
+        ("--utilisation", ".4,0", "must be above 0 and at most 1, not 0"),
+        ("--slow-rank", "inf", "must be above 0, not inf"),
         ("--warm-up-seconds", "nan", "must be at least 0, not nan"),
     ],
 )
@@ -228,6 +230,21 @@ def test_a_warm_up_longer_than_the_trace_is_refused(tmp_path: Path, capsys: pyte
     assert "the trace ends after 4 s, before 5 s of warm-up" in capsys.readouterr().err
     assert main([*arguments, "--warm-up-seconds", "0", "--window-seconds", "60"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["requests"] == 10
+
+
+def test_a_pool_that_holds_no_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shortest prompt has 512 tokens: pools of 511 serve nobody, those of 1,024 do."""
+    trace = tmp_path / "open.jsonl"
+    rows = [{"timestamp": n, "input_length": 512 * n, "output_length": 1, "hash_ids": [*range(n)]} for n in (1, 2)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--trace", str(trace), "--warm-up-seconds", "0", "--policies", "affinity", "--quiet", "--json"]
+
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--pool-tokens", "2e6,511"])
+    assert ended.value.code == 2
+    assert "511 hold not even the shortest prompt of the trace, which has 512 tokens" in capsys.readouterr().err
+    assert main([*arguments, "--pool-tokens", "1024", "--window-seconds", "60"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["requests"] >= 1
 
 
 def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
