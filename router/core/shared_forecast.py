@@ -110,8 +110,8 @@ class SharedForecast(ForetoldQueue):
                 table.append(None)
         run = _Run(allocation, heard, heard, tables, dict(allocation.first), is_heard=True, is_prefilled=True)
         if heard < allocation.prompt_blocks:
-            run.stops, run.is_prefilled = [allocation.prompt_blocks], False
-            run.ends = {(allocation.prompt_tokens - 1) // pool.block_tokens}
+            run.ends = {(allocation.prompt_tokens - 1) // pool.block_tokens} - {heard}
+            run.stops, run.is_prefilled = self._stops(allocation, run.ends), False
             run.has_begun = pool.begun_blocks(allocation) > 0
         self._runs[allocation] = run
         return run
@@ -142,7 +142,7 @@ class SharedForecast(ForetoldQueue):
             begun_at = run.allocation.begun_at
             if begun_at is not None and begun_at < allocation.sent_at:
                 self._slide(run)
-        keys, limit, size = allocation.keys, allocation.prompt_blocks, pool.block_tokens
+        keys, size = allocation.keys, pool.block_tokens
         blocks, most = -(-allocation.prompt_tokens // size), (allocation.prompt_tokens - 1) // size
         while True:
             masks = {group: self.mask(group, _nowhere, bit=1) for group in pool.rules}
@@ -165,9 +165,6 @@ class SharedForecast(ForetoldQueue):
                 continue  # state can be gone on from one step after it was computed
             if idle + new <= self._free or not self._wait():
                 break
-        stops = [limit]
-        if states:
-            stops = [*sorted({*ends, limit}), *([limit] if blocks > limit and limit in ends else [])]
         if span.start < span.stop:
             self._spans.append(span)
             self._free -= span.stop - span.start
@@ -179,7 +176,8 @@ class SharedForecast(ForetoldQueue):
         for copies in held.values():
             for copy in copies:
                 self._pin(copy)
-        run = _Run(allocation, found, found, {group: [*copies] for group, copies in held.items()}, first, stops, ends)
+        run = _Run(allocation, found, found, {group: [*copies] for group, copies in held.items()}, first)
+        run.stops, run.ends = self._stops(allocation, ends), ends
         self._runs[allocation] = run
         self._waiting_to_end.append(allocation)
         self._advance(run)
@@ -188,6 +186,14 @@ class SharedForecast(ForetoldQueue):
                 self._advance(run)
             if allocation.generated is not None:
                 self._fill(run)
+
+    def _stops(self, allocation: SharedAllocation, ends: Set[int]) -> list[int]:
+        """The blocks that the steps of a prompt end with: of one step, but where state is kept."""
+        last = allocation.prompt_blocks
+        if not any(rule.is_state for rule in self._pool.rules.values()):
+            return [last]
+        is_left = last in ends and allocation.prompt_tokens % self._pool.block_tokens > 0
+        return [*sorted({*ends, last}), *([last] if is_left else [])]
 
     def _advance(self, run: _Run) -> None:
         """The next step of its prompt: it lets go of what it has left, and takes the blocks of what is computed."""

@@ -97,7 +97,8 @@ class Rule:
         kept: set[int] = set()
         if self.kind is Kind.WINDOW:
             for place in ends:
-                kept.update(range(max(first, self.first_needed(place // self.stride)), place // self.stride))
+                block = place // self.stride
+                kept.update(range(max(first, self.first_needed(block)), min(last, block)))
         return sorted(kept)
 
 
