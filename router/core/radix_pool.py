@@ -116,6 +116,10 @@ class RadixPool(Pool):
             allocation = self._awaited[keys[place]][0]
             self._order.use(allocation.keys[: len(allocation.keys) - 1 - place])  # a node that goes on there is cut
         super().stored(parent, keys, new=new)
+        if place is not None:  # of answers that are alike no other event will tell
+            alike = [each for key in keys for each in self._awaited.get(key, ()) if not each.is_running]
+            for each in alike:
+                self._settle(each)
         if place is None and parent is not None and (waiting := self._silent.get(parent)):
             self._is_silent(next(iter(waiting)))
 

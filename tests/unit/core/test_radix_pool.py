@@ -147,6 +147,19 @@ def test_of_pages_that_two_answers_have_in_common_one_is_kept() -> None:
     assert kept(pool, "abc", copies=4) == 0
 
 
+def test_of_answers_that_are_alike_one_event_tells() -> None:
+    """The second has nothing new to store: after the event of the first nothing is due."""
+    pool = pool_of(14, "abc")
+    one, other = running(pool, "r"), pool.sent(keys("r"), blocks=2)
+    pool.begun(other)
+    pool.ended(one, keys("rst"))
+    pool.ended(other, keys("rst"))
+    assert len(pool.pending) == 2
+
+    pool.stored(keys("r")[0], keys("rst")[1:])
+    assert not pool.pending
+
+
 def test_a_prompt_that_waits_finds_what_those_before_it_have_computed() -> None:
     """Of twelve pages three are cached. A prompt of five pages and a half, and an answer of up to four more, leave
     no room for the next one until that answer ends: by then its pages are there.
