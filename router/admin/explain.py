@@ -59,7 +59,9 @@ def explain_routes(explainer: Explainer) -> APIRouter:
         return decided_view(decided)
 
     @router.post(
-        "/admin/explain", summary="Where a request would go now. Nothing is sent.", responses=errors(400, 404, 503)
+        "/admin/explain",
+        summary="Where a request would go now, or that it would be held. Nothing is sent.",
+        responses=errors(400, 404, 503),
     )
     async def explain_body(question: Question) -> Json:
         request = parse_request(question.endpoint, json.dumps(question.body).encode())
@@ -89,20 +91,22 @@ def sampled_log(log: FilteringBoundLogger, *, ratio: float) -> Callable[[Decided
 
 
 def decided_view(decided: Decided) -> Json:
-    """A request with all its attempts and every rank's price, the cheapest first."""
-    return _request_view(decided) | {
+    """A request with all its attempts and every rank's price, the cheapest first; or that it is held."""
+    return {
+        **_request_view(decided),
+        **_held_view(decided),
         "attempts": [
             attempt_view(attempted)
             | {"ranks": sorted(map(_rank_view, attempted.ranks()), key=lambda rank: _cheapest_first(rank, attempted))}
             for attempted in decided.attempts
-        ]
+        ],
     }
 
 
 def brief_view(decided: Decided) -> Json:
     """A request and its last attempt, without the prices."""
     last = attempt_view(decided.attempts[-1]) if decided.attempts else {}
-    return _request_view(decided) | {"attempts": len(decided.attempts)} | last
+    return _request_view(decided) | _held_view(decided) | {"attempts": len(decided.attempts)} | last
 
 
 def attempt_view(attempted: Attempted) -> Json:
@@ -136,11 +140,19 @@ def _request_view(decided: Decided) -> Json:
     }
 
 
+def _held_view(decided: Decided) -> Json:
+    """Its place among all who wait, 1 for the oldest, and why it is held."""
+    waiting = decided.waiting
+    position = None if waiting is None else waiting.position()
+    return {"held": None if waiting is None or position is None else {"position": position, "why": waiting.why}}
+
+
 def _rank_view(weighed: Weighed) -> Json:
     view: Json = {
         "rank": str(weighed.id),
         "reusable_tokens": weighed.reusable_tokens,
         "trust_ratio": round(weighed.trust_ratio, 3),
+        "is_failing": weighed.is_failing,
     }
     if weighed.price is None:
         return view | {"price_seconds": None}

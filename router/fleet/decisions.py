@@ -24,12 +24,23 @@ _NO_PRICES: Final = array("d")
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One rank as a decision saw it. Without a price where the policy sets none, or the rank was no candidate."""
+    """One rank as a decision saw it. Without a price where the policy sets none, or the rank was no candidate; where it
+    ``is_failing``, it was none while there were others.
+    """
 
     id: RankId
     reusable_tokens: int
     trust_ratio: float
     price: Price | None
+    is_failing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that is held: why it is, and its place when somebody asks; None once it waits no more."""
+
+    why: str
+    position: Callable[[], int | None]
 
 
 class Attempted:
@@ -45,6 +56,7 @@ class Attempted:
         "cached_tokens",
         "expected_cached_tokens",
         "expected_prefill_seconds",
+        "failing",
         "first_token_seconds",
         "id",
         "outcome",
@@ -67,6 +79,7 @@ class Attempted:
         slots: Sequence[tuple[int, RankId]],
         trusts: array[float],
         reusable_tokens: Mapping[int, int],
+        failing: frozenset[int],
         started: float,
     ) -> None:
         self.id: RankId = decision.id
@@ -79,6 +92,7 @@ class Attempted:
         self.trusts = trusts
         self.prices: array[float] = array("d", chain.from_iterable(decision.prices)) if decision.prices else _NO_PRICES
         self.reusable_tokens = reusable_tokens
+        self.failing = failing
         #: Of a pair: the rank that computes the prompt.
         self.prefill_id: RankId | None = decision.prefill.id if decision.prefill is not None else None
         self.pair_seconds: float | None = decision.pair_seconds
@@ -94,11 +108,15 @@ class Attempted:
         rows = (self.prices[at : at + _PRICE_FIELDS] for at in range(0, len(self.prices), _PRICE_FIELDS))
         prices = {int(row[0]): Price(int(row[0]), *row[1:]) for row in rows}
         for (slot, rank_id), trust in zip(self.slots, self.trusts, strict=True):
-            yield Weighed(rank_id, self.reusable_tokens.get(slot, 0), trust, prices.get(slot))
+            yield Weighed(
+                rank_id, self.reusable_tokens.get(slot, 0), trust, prices.get(slot), is_failing=slot in self.failing
+            )
 
 
 class Decided:
-    """One request and its attempts. ``session`` is a hash; ``keyed`` says how its prompt was recognised."""
+    """One request and its attempts, or what it is ``waiting`` for. ``session`` is a hash; ``keyed`` says how its prompt
+    was recognised.
+    """
 
     __slots__ = (
         "attempts",
@@ -110,6 +128,7 @@ class Decided:
         "request_id",
         "session",
         "tenant",
+        "waiting",
     )
 
     def __init__(
@@ -132,6 +151,7 @@ class Decided:
         self.prompt_tokens = prompt_tokens
         self.ideal_tokens = ideal_tokens
         self.attempts: list[Attempted] = []
+        self.waiting: Waiting | None = None
 
 
 class DecisionLog:
@@ -162,23 +182,32 @@ class DecisionLog:
         if decided.request_id in self._decided:
             self._drop(self._decided.pop(decided.request_id))
         self._decided[decided.request_id] = decided
+        self._forget()
 
     def add(
-        self, decided: Decided, decision: Decision, *, view: FleetView, reusable: Mapping[int, int], now: float
+        self,
+        decided: Decided,
+        decision: Decision,
+        *,
+        view: FleetView,
+        reusable: Mapping[int, int],
+        failing: frozenset[int] = frozenset(),
+        now: float,
     ) -> Attempted:
-        """An attempt begins."""
+        """An attempt begins; ``failing`` are slots that were given nothing while there were others."""
         attempted = Attempted(
             decision,
             slots=self._known(view),
             trusts=array("d", [rank.trust.ratio for rank in view.ranks]),
             reusable_tokens=reusable,
+            failing=failing,
             started=now,
         )
         decided.attempts.append(attempted)
+        decided.waiting = None
         if self._decided.get(decided.request_id) is decided:
             self._rows += len(attempted.slots)
-        while len(self._decided) > self._max_requests or (self._rows > self._max_rows and len(self._decided) > 1):
-            self._drop(self._decided.popitem(last=False)[1])
+        self._forget()
         return attempted
 
     def close(self, decided: Decided, attempted: Attempted) -> None:
@@ -200,6 +229,11 @@ class DecisionLog:
         if self._slots[0] != view.version:
             self._slots = (view.version, tuple((rank.slot, rank.id) for rank in view.ranks))
         return self._slots[1]
+
+    def _forget(self) -> None:
+        """The oldest, beyond the bounds."""
+        while len(self._decided) > self._max_requests or (self._rows > self._max_rows and len(self._decided) > 1):
+            self._drop(self._decided.popitem(last=False)[1])
 
     def _drop(self, decided: Decided) -> None:
         for attempted in decided.attempts:

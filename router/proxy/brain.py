@@ -20,7 +20,7 @@ from router.core.session import identify
 from router.core.types import Decision, RankId, RouteRequest, SessionKey
 from router.core.ways import can_serve
 from router.errors import NoWorker
-from router.fleet.decisions import Decided, DecisionLog, session_hash
+from router.fleet.decisions import Decided, DecisionLog, Waiting, session_hash
 from router.fleet.fleet import Fleet
 from router.proxy.holding import HeldRequest, Holding
 from router.proxy.knowledge import Knowledge
@@ -100,19 +100,29 @@ class RouterBrain(Models):
         return prepared
 
     async def preview(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> Decided:
-        """Decide about a request without sending it. Nothing of it is remembered or counted."""
+        """Decide about a request without sending it: an attempt that is not made, or what it would be waiting for.
+        Nothing of it is remembered or counted.
+        """
         prepared = await self._keyed(request, headers, tenant=tenant)
         self._knowledge.know_ideal(prepared)
         decided = _decided(prepared, "", tenant=tenant, keyed=self._keyed_by(prepared))
         now = self._fleet.clock()
         route = self._route(prepared, exclude=frozenset(), now=now)
+        decided.home = self._home(route)
+        if self._holding is not None and not self._is_too_long(prepared):
+            told = self._holding.foretell(route)
+            if isinstance(told, Waiting):
+                decided.waiting = told
+                return decided
+            route = msgspec.structs.replace(route, allowed=told)
         rng = random.Random()
         rng.setstate(self._rng.getstate())  # the draw that the next request will have
-        decision, _ = self._decide(route, copy(self._policy), rng, now=now)
+        failing = self._fleet.breakers.closed_to(now=now)
+        decision, _ = self._decide(route, copy(self._policy), rng, failing=failing, now=now)
         if decision is None:
             raise no_worker(self._fleet.view, prepared.model)
-        decided.home = self._home(route)
-        self.decisions.add(decided, decision, view=self._fleet.view, reusable=route.reusable_tokens, now=now)
+        reusable = route.reusable_tokens
+        self.decisions.add(decided, decision, view=self._fleet.view, reusable=reusable, failing=failing, now=now)
         return decided
 
     async def _keyed(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
@@ -206,10 +216,7 @@ class RouterBrain(Models):
         ``exclude`` are slots where it failed: it waits for room elsewhere. A prompt longer than any context is not
         waited for: its engine refuses it.
         """
-        if self._holding is None:
-            return None
-        context_tokens = self.context_tokens(prepared.model)
-        if context_tokens is not None and prepared.tokens is not None and prepared.prompt_tokens > context_tokens:
+        if self._holding is None or self._is_too_long(prepared):
             return None
 
         def gone(slots: frozenset[int] | None) -> None:
@@ -222,9 +229,17 @@ class RouterBrain(Models):
         prepared.allowed = None
         answer = self._holding.offer(route, gone)
         if isinstance(answer, HeldRequest):
+            if (decided := prepared.decided) is not None:
+                self._remember(decided, route())
+                decided.waiting = answer.waiting
             return answer
         prepared.allowed = answer
         return None
+
+    def _is_too_long(self, prepared: PreparedRequest) -> bool:
+        """Its engine will refuse it."""
+        context_tokens = self.context_tokens(prepared.model)
+        return context_tokens is not None and prepared.tokens is not None and prepared.prompt_tokens > context_tokens
 
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
@@ -232,14 +247,15 @@ class RouterBrain(Models):
         now = fleet.clock()
         self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
-        decision, leaving = self._decide(request, self._policy, self._rng, now=now)
+        failing = fleet.breakers.closed_to(now=now)
+        decision, leaving = self._decide(request, self._policy, self._rng, failing=failing, now=now)
         self._decision_seconds.observe(fleet.clock() - now)
         if decision is None:
             raise NoWorker("No other worker is left to try.") if exclude else no_worker(fleet.view, prepared.model)
         self._metrics.decisions.labels(self._settings.policy, decision.reason).inc()
         half = decision.prefill
         lease = self._open(prepared, decision, request, now=now, partner=None if half is None else half.slot)
-        self._note(lease, request, now=now)
+        self._note(lease, request, failing=failing, now=now)
         if leaving is not None:
             self._departures.left(request, leaving, lease.claim)
         prefill = None
@@ -261,29 +277,29 @@ class RouterBrain(Models):
         return lease
 
     def _decide(
-        self, request: RouteRequest, policy: Policy, rng: random.Random, *, now: float
+        self, request: RouteRequest, policy: Policy, rng: random.Random, *, failing: frozenset[int], now: float
     ) -> tuple[Decision | None, RouteRequest | None]:
         """Where it goes, and the request without the homes that it leaves for that, if it leaves any. It stays where
         it is drained while it was admitted to no other rank.
         """
-        leaving = self._departures.leaving(request, self._fleet.view)
-        if leaving is not None and (decision := self._among_sound(leaving, policy, rng, now=now)) is not None:
-            return decision, leaving
-        decision = self._among_sound(request, policy, rng, now=now)
-        if decision is None and request.allowed is not None:  # the ranks it was admitted to cannot serve it now
-            decision = self._among_sound(msgspec.structs.replace(request, allowed=None), policy, rng, now=now)
-        return decision, None
-
-    def _among_sound(self, request: RouteRequest, policy: Policy, rng: random.Random, *, now: float) -> Decision | None:
-        """Among the ranks that do not keep failing; among all when nothing else is left."""
         view = self._fleet.view
-        failing = self._fleet.breakers.closed_to(now=now)
-        if failing:
-            allowed = request.allowed if request.allowed is not None else {rank.slot for rank in view.ranks}
-            sound = msgspec.structs.replace(request, allowed=frozenset(allowed) - failing)
-            if (decision := policy(view, sound, rng, now)) is not None:
-                return decision
-        return policy(view, request, rng, now)
+
+        def among_sound(request: RouteRequest) -> Decision | None:
+            """Among the ranks that do not keep failing; among all when nothing else is left."""
+            if failing:
+                allowed = request.allowed if request.allowed is not None else {rank.slot for rank in view.ranks}
+                sound = msgspec.structs.replace(request, allowed=frozenset(allowed) - failing)
+                if (decision := policy(view, sound, rng, now)) is not None:
+                    return decision
+            return policy(view, request, rng, now)
+
+        leaving = self._departures.leaving(request, view)
+        if leaving is not None and (decision := among_sound(leaving)) is not None:
+            return decision, leaving
+        decision = among_sound(request)
+        if decision is None and request.allowed is not None:  # the ranks it was admitted to cannot serve it now
+            decision = among_sound(msgspec.structs.replace(request, allowed=None))
+        return decision, None
 
     def _home(self, request: RouteRequest) -> RankId | None:
         return None if request.home is None else self._fleet.member(request.home).id
@@ -328,15 +344,22 @@ class RouterBrain(Models):
             common_tokens=common_tokens,
         )
 
-    def _note(self, lease: Lease, request: RouteRequest, *, now: float) -> None:
+    def _note(self, lease: Lease, request: RouteRequest, *, failing: frozenset[int], now: float) -> None:
         """Remember the decision for whoever asks why."""
         decided, view = lease.prepared.decided, self._fleet.view
         if decided is None or not decided.request_id:
             return
-        if not decided.attempts:
+        self._remember(decided, request)
+        reusable = request.reusable_tokens
+        lease.noted = self.decisions.add(
+            decided, lease.decision, view=view, reusable=reusable, failing=failing, now=now
+        )
+
+    def _remember(self, decided: Decided, request: RouteRequest) -> None:
+        """That there is such a request, until its first attempt."""
+        if decided.request_id and not decided.attempts:
             decided.home = self._home(request)
             self.decisions.open(decided)
-        lease.noted = self.decisions.add(decided, lease.decision, view=view, reusable=request.reusable_tokens, now=now)
 
 
 def _decided(prepared: PreparedRequest, request_id: str, *, tenant: str, keyed: str) -> Decided:

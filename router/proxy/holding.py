@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from router.core.admission import Admission, Hold, Released, Visit
+from router.core.admission import Admission, Barrier, Hold, Released, Visit
 from router.core.returns import Conversation
 from router.core.turnover import Turnover
 from router.core.types import FleetView, RankId, RouteRequest, SessionKey
+from router.fleet.decisions import Waiting
 from router.fleet.fleet import Fleet
 from router.fleet.shared import ConversationCharge
 from router.proxy.types import HoldEnd
@@ -34,11 +36,13 @@ Route = Callable[[], RouteRequest]
 class HeldRequest:
     """One request that waits; see ``proxy.types.Held``."""
 
-    __slots__ = ("_holding", "_ticket", "go", "route", "routed_at", "since")
+    __slots__ = ("_holding", "_ticket", "go", "route", "routed_at", "since", "waiting")
 
-    def __init__(self, holding: Holding, ticket: int, go: Go, route: Route, *, since: float) -> None:
+    def __init__(self, holding: Holding, hold: Hold, go: Go, route: Route, *, since: float) -> None:
         self._holding = holding
-        self._ticket = ticket
+        self._ticket = hold.ticket
+        #: For whoever asks why it is held.
+        self.waiting = Waiting(hold.why, partial(holding.position, hold.ticket))
         self.go = go
         self.route = route
         self.since = self.routed_at = since
@@ -89,9 +93,19 @@ class Holding:
             return answer.slots
         if not self._held:
             self._turnover.begin(now=now)
-        held = self._held[answer.ticket] = HeldRequest(self, answer.ticket, go, route, since=now)
+        held = self._held[answer.ticket] = HeldRequest(self, answer, go, route, since=now)
         self._look_again()
         return held
+
+    def foretell(self, request: RouteRequest) -> Waiting | frozenset[int] | None:
+        """What a request would be told that arrives now."""
+        now = self._fleet.clock()
+        closed = self._fleet.breakers.closed_to(now=now)
+        answer = self._admission.foretell(request, self._view(), now=now, closed=closed)
+        if not isinstance(answer, Barrier):
+            return answer.slots
+        last = self._admission.held + 1
+        return Waiting(answer, lambda: last)
 
     # --- other replicas -----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from router.admin.explain import brief_view, decided_view
 from router.core.types import RankStatus
 from router.fleet.decisions import Attempted, Decided
 from router.proxy.types import Attempt, Outcome
@@ -50,8 +51,10 @@ async def test_a_rank_that_fails_is_not_foretold() -> None:
         world.fleet.breakers.sent(home, now=world.now)
         world.fleet.breakers.ended(home, Outcome.CONNECT.verdict, ranks=2, now=world.now)
 
-    _, attempt = await agreed(world, prompt_of(5_100), "s")
+    foretold, attempt = await agreed(world, prompt_of(5_100), "s")
     assert attempt.decision.slot != home
+    failing = {weighed.id.worker: weighed.is_failing for weighed in foretold.ranks()}
+    assert failing == {f"w{home}": True, f"w{attempt.decision.slot}": False}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -64,6 +67,55 @@ async def test_who_is_drained_is_foretold_to_leave_if_it_can(ranks: int) -> None
 
     _, attempt = await agreed(world, prompt_of(5_100), "s")
     assert (attempt.decision.slot == first.decision.slot) is (ranks == 1)
+
+
+async def test_who_would_be_held_is_told_so() -> None:
+    """One rank of 100,000 tokens with 80,000, and one request of 60,000 that waits: another would be the second, until
+    the rank is free. Somebody with 10,000 would wait, too. Nobody has joined the queue by asking.
+    """
+    world = World(ranks=1, admission="guarded")
+    full = await world.prepare(prompt_of(80_000), {"x-session-id": "full"})
+    assert world.brain.hold(full, lambda: None) is None
+    lease = world.brain.choose(full).lease
+    lease.first_byte()
+    first = decided_view(await preview(world, prompt_of(60_000, start=500_000), "s"))
+    assert (first["held"], first["attempts"]) == ({"position": 1, "why": "budget"}, [])
+    held = world.brain.hold(await world.prepare(prompt_of(60_000, start=500_000), {"x-session-id": "s"}), lambda: None)
+    assert held is not None
+
+    for tokens in (60_000, 10_000):
+        second = decided_view(await preview(world, prompt_of(tokens, start=700_000), "t"))
+        assert (second["held"], second["attempts"]) == ({"position": 2, "why": "queue"}, [])
+    assert held.position() == 1
+    assert world.sample("admission_held_requests") == 1
+    held.leave()
+    lease.close(Outcome.CLIENT_ERROR, None)
+    third = decided_view(await preview(world, prompt_of(60_000, start=700_000), "t"))
+    assert (third["held"], len(third["attempts"])) == (None, 1)
+
+
+async def test_who_is_held_can_be_asked_after() -> None:
+    """By its id, with its place; then it has an attempt, and waits no more."""
+    world = World(ranks=1, admission="guarded")
+    full = await world.prepare(prompt_of(80_000), {"x-session-id": "full"})
+    assert world.brain.hold(full, lambda: None) is None
+    lease = world.brain.choose(full).lease
+    request = parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt_of(60_000)}).encode())
+    prepared = await world.brain.prepare(request, {"x-session-id": "s"}, tenant="t", request_id="r1")
+    went: list[bool] = []
+    assert world.brain.hold(prepared, lambda: went.append(True)) is not None
+
+    decided = world.brain.decisions.find("r1")
+    assert decided is not None
+    assert decided_view(decided)["held"] == {"position": 1, "why": "budget"}
+    assert brief_view(decided)["attempts"] == 0
+    lease.close(Outcome.CLIENT_ERROR, None)
+    assert went
+    assert decided_view(decided)["held"] is None
+    world.brain.choose(prepared)
+    found = world.brain.decisions.find("r1")
+    assert found is decided
+    assert [attempt["rank"] for attempt in decided_view(found)["attempts"]] == ["w0/0"]
 
 
 async def test_looking_ahead_changes_nothing() -> None:
