@@ -143,3 +143,21 @@ def test_who_is_drained_has_room_elsewhere_before_those_who_wait() -> None:
     draining = replace(desk.view.ranks[0], status=RankStatus.DRAINING)
     desk.view = replace(desk.view, ranks=(draining, desk.view.ranks[1]))
     assert desk.offer(turn) == Admit(Passage.ADMITTED, frozenset({0, 1}))
+
+
+def test_each_may_be_overtaken_anew() -> None:
+    """A warm one of 200 passes the first of two that wait for 500 beside 600, and another must not; once the first has
+    given up, it passes the second."""
+    desk = Desk(fleet(1), AlwaysHold())
+    desk.start(ask("full", 600), 0).first_token()
+    for name in ("first", "second"):
+        assert isinstance(desk.offer(ask(name, 500)), Hold)
+    passing = ask("warm", 200, cached={0: 200})
+    assert isinstance(desk.offer(passing), Admit)
+    desk.start(passing, 0)
+    another = desk.offer(ask("another", 200, cached={0: 200}))
+    assert isinstance(another, Hold)
+    assert desk.release(now=0.0) is None
+
+    desk.admission.cancel(1)
+    assert desk.release(now=0.0) == Released(another.ticket, Admit(Passage.WARM, frozenset({0})))
