@@ -292,16 +292,20 @@ class Admission:
         self, request: RouteRequest, ranks: Sequence[RankView], view: FleetView
     ) -> tuple[frozenset[int], frozenset[int]]:
         """Where the conversation is charged and fits or is warm; and all ranks where it is warm and fits."""
-        fitting = self._with_room(request, ranks, view, ratio=self._parameters.warm_budget_ratio)
-        warm = frozenset(slot for slot in fitting if self._is_warm(request, slot))
         assert request.session is not None, "what names no conversation passes"
         known = self.charges.of((request.model, request.session)).keys() | request.charged_elsewhere
-        own = {slot for slot in known if slot in fitting or self._is_warm(request, slot)}
-        return frozenset(rank.slot for rank in ranks if rank.slot in own), warm
+        warm = {rank.slot for rank in ranks if self._is_warm(request, rank.slot)}
+        asked = [rank for rank in ranks if rank.slot in warm or rank.slot in known]
+        if not asked:
+            return _NONE, _NONE
+        fitting = self._with_room(request, asked, view, ratio=self._parameters.warm_budget_ratio)
+        return frozenset(rank.slot for rank in asked if rank.slot in known) & (fitting | warm), fitting & warm
 
     def _room(self, request: RouteRequest, ways: Ways, view: FleetView, *, claimed: frozenset[int]) -> Admit | Barrier:
         """It goes where there is room that nobody claims before it, and nobody else is starting cold."""
         ways = ways.beginning
+        if claimed >= ways.slots and claimed:
+            return Barrier.QUEUE
         roomy = ways.complete(self._roomy(request, ways, view) - claimed)
         if slots := ways.complete(self._without_starts(roomy)):
             return Admit(Passage.ROOM, slots)
