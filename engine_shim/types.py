@@ -86,6 +86,10 @@ class CacheLayout:
         """The group of the draft head, if there is one."""
         return next((group for group in self.groups if group.kind is GroupKind.DRAFT), None)
 
+    def places(self) -> dict[int, tuple[CacheGroup, int]]:
+        """The group of each layer, and the row of the group's tensors that is the layer's."""
+        return {layer: (group, row) for group in self.groups for row, layer in enumerate(group.layers)}
+
     def window_pages(self) -> int:
         """Pages before a match boundary that must be resident in the window group: ceil((W-1)/page)."""
         if self.window is None or self.window.window_tokens is None:

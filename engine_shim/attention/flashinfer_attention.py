@@ -126,16 +126,11 @@ class FlashInferAttention:
     def __init__(self, pools: Pools, groups: Sequence[_PlannedGroup]) -> None:
         self._pools = pools
         self._groups = groups
-        self._places = {
-            layer: (group.index, row)
-            for group in attention_groups(pools.layout)
-            for row, layer in enumerate(group.layers)
-        }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        number, row = self._places[layer]
-        keys, values = self._pools.of_layer(layer, number, row)
-        group = self._groups[number]
+        cached, row = self._pools.places[layer]
+        keys, values = self._pools.of_layer(layer, cached.index, row)
+        group = self._groups[cached.index]
         keys.flatten(0, 1).index_copy_(0, group.writes, key)
         values.flatten(0, 1).index_copy_(0, group.writes, value)
         return group.wrapper.run(query.contiguous(), (keys, values))

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine_shim.attention.paged import Gathered, Pools, attend_all, write
-from engine_shim.attention.plan import Plan, Segment
+from engine_shim.attention.paged import Gathered
+from engine_shim.attention.plan import Segment
 
 GREATEST = 448.0
 _SCALE_BYTES = 4
@@ -55,29 +55,13 @@ class DecodedPages(Gathered):
         """See ``Gathered``; the pools are packed."""
         return self._decoded(keys, segment), self._decoded(values, segment)
 
+    def stored(self, x: Tensor) -> Tensor:
+        """See ``Gathered``."""
+        return pack(x)
+
     def _decoded(self, pool: Tensor, segment: Segment) -> Tensor:
         pages, blank = segment.pages.placed()
         decoded = unpack(pool.index_select(0, pages.view(-1)), self._dtype).flatten(0, 1)
         if blank is not None:
             decoded.index_fill_(0, blank, 0.0)
         return decoded.view(pages.shape[0], -1, *decoded.shape[1:])[:, segment.keys]
-
-
-class PackedAttention:
-    """Attention of one batch over packed pools, on torch: the reference for kernels that read them."""
-
-    def __init__(self, pools: Pools, plan: Plan, *, scale: float, decoded: DecodedPages) -> None:
-        self._pools = pools
-        self._plan = plan
-        self._scale = scale
-        self._decoded = decoded
-        self._places = {
-            layer: (group.index, row) for group in pools.layout.groups for row, layer in enumerate(group.layers)
-        }
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        group, row = self._places[layer]
-        plan = self._plan.groups[group]
-        keys, values = self._pools.of_layer(layer, group, row)
-        write(keys, values, plan, key=pack(key), value=pack(value))
-        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=self._decoded)

@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from engine_shim.attention.fp8 import pack
 from engine_shim.attention.kernels import decode_kernel, extend_kernel, join_kernel
 from engine_shim.attention.paged import Pools
 from engine_shim.attention.tables import PageTables
@@ -40,16 +39,14 @@ class KernelAttention:
         self._tables = tables
         self._scale = scale
         self._tiles = tiles
-        self._places = {layer: (group, row) for group in pools.layout.groups for row, layer in enumerate(group.layers)}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        group, row = self._places[layer]
+        group, row = self._pools.places[layer]
         keys, values = self._pools.of_layer(layer, group.index, row)
         writes = self._tables.groups[group.index].writes
-        if keys.dtype is torch.uint8:
-            key, value = pack(key), pack(value)
-        keys.flatten(0, 1).index_copy_(0, writes, key)
-        values.flatten(0, 1).index_copy_(0, writes, value)
+        stored = self._pools.gathered.stored
+        keys.flatten(0, 1).index_copy_(0, writes, stored(key))
+        values.flatten(0, 1).index_copy_(0, writes, stored(value))
         return attend_pages(
             query,
             keys,

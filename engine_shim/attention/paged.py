@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine_shim.attention.plan import GroupPlan, Plan, Segment
 from engine_shim.offload.barrier import LayerBarrier
-from engine_shim.types import CacheLayout, GroupKind
+from engine_shim.types import CacheGroup, CacheLayout, GroupKind
 
 #: How many tokens a kept copy has room for beyond those it was made of.
 _ROOM_TOKENS = 64
@@ -63,6 +63,10 @@ class Gathered:
             copies = (_by_head(gathered[0], memory[0]), _by_head(gathered[1], memory[1]))
             kept = self._kept[at] = _Kept(going_on.step, copies, memory)
         return kept.copies[0][:, segment.keys], kept.copies[1][:, segment.keys]
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Keys or values ``[..., head_dim]`` as they lie in the pools."""
+        return x
 
     def _memory(self, at: tuple[int, int], gathered: Tensor, *, step: int) -> tuple[Tensor, Tensor] | None:
         """Memory for copies of ``gathered`` and a copy's room: what was there, new, or None where all is taken."""
@@ -126,6 +130,11 @@ class Pools:
     values: tuple[Tensor, ...]
     barrier: LayerBarrier
     gathered: Gathered = field(default_factory=Gathered)
+    #: See ``CacheLayout.places``.
+    places: dict[int, tuple[CacheGroup, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", self.layout.places())
 
     @classmethod
     def allocate(
@@ -137,6 +146,7 @@ class Pools:
         device: torch.device,
         dtype: torch.dtype,
         barrier: LayerBarrier | None = None,
+        gathered: Gathered | None = None,
     ) -> Pools:
         """Zeroed pools for ``layout``; the only allocation of cache memory in the life of a rank."""
         shapes = [
@@ -145,7 +155,7 @@ class Pools:
             if group.kind in (GroupKind.FULL, GroupKind.WINDOW)
         ]
         keys, values = (tuple(torch.zeros(s, device=device, dtype=dtype) for s in shapes) for _ in range(2))
-        return cls(layout=layout, keys=keys, values=values, barrier=barrier or LayerBarrier())
+        return cls(layout, keys, values, barrier or LayerBarrier(), gathered or Gathered())
 
     def of_layer(self, layer: int, group: int, row: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, ``[pages, page_tokens, kv_heads, head_dim]``, when its loads have landed."""
@@ -160,16 +170,15 @@ class PagedAttention:
         self._pools = pools
         self._plan = plan
         self._scale = scale
-        self._places = {
-            layer: (group.index, row) for group in pools.layout.groups for row, layer in enumerate(group.layers)
-        }
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        group, row = self._places[layer]
-        plan = self._plan.groups[group]
-        keys, values = self._pools.of_layer(layer, group, row)
-        write(keys, values, plan, key=key, value=value)
-        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=self._pools.gathered)
+        pools = self._pools
+        group, row = pools.places[layer]
+        plan = self._plan.groups[group.index]
+        keys, values = pools.of_layer(layer, group.index, row)
+        stored = pools.gathered.stored
+        write(keys, values, plan, key=stored(key), value=stored(value))
+        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=pools.gathered)
 
 
 def write(keys: Tensor, values: Tensor, plan: GroupPlan, *, key: Tensor, value: Tensor) -> None:

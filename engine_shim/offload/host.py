@@ -47,8 +47,7 @@ class HostPool:
 
 def rows_of_layers(layout: CacheLayout) -> list[tuple[int, int]]:
     """(group, row of its tensors) of each layer, in the model's order."""
-    places = {layer: (group.index, row) for group in layout.groups for row, layer in enumerate(group.layers)}
-    return [places[layer] for layer in sorted(places)]
+    return [(group.index, row) for _, (group, row) in sorted(layout.places().items())]
 
 
 def _host_tensor(like: Tensor, slots: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.attention.buffers import Buffers
-from engine_shim.attention.fp8 import DecodedPages, PackedAttention, packed_size
+from engine_shim.attention.fp8 import DecodedPages, packed_size
 from engine_shim.attention.going_on import Succession
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
@@ -64,8 +64,8 @@ class TorchRunner:
             device=decoder.device,
             dtype=torch.uint8 if fp8 else decoder.dtype,
             barrier=self.barrier,
+            gathered=DecodedPages(decoder.dtype) if fp8 else None,
         )
-        self._decoded = DecodedPages(decoder.dtype) if fp8 else None
         net, group = decoder.config.delta_net, layout.state
         self.states = (
             States.allocate(
@@ -214,8 +214,6 @@ class TorchRunner:
         scale = self.decoder.config.attention_scale
         if self._flashinfer is not None:
             return self._flashinfer.plan(plan.chunks)
-        if not self._kernels and self._decoded is not None:
-            return PackedAttention(self.pools, plan, scale=scale, decoded=self._decoded)
         if not self._kernels:
             return PagedAttention(self.pools, plan, scale=scale)
         from engine_shim.attention.kernel_attention import KernelAttention  # imports triton

@@ -12,9 +12,9 @@ from test_kernels import CPU, SCALE, SMALL, Case, Shape, make_case
 from torch import Tensor
 
 from engine_shim.attention import fp8
-from engine_shim.attention.fp8 import GREATEST, DecodedPages, PackedAttention, pack, packed_size, unpack
+from engine_shim.attention.fp8 import GREATEST, DecodedPages, pack, packed_size, unpack
 from engine_shim.attention.kernel_attention import KernelAttention
-from engine_shim.attention.paged import Pools
+from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import make_plan
 from engine_shim.attention.tables import page_tables
 from engine_shim.types import Batch
@@ -87,7 +87,7 @@ def packed_pools(case: Case) -> Pools:
     keys, values = (tuple(pack(pool) for pool in pools) for pools in (case.pools.keys, case.pools.values))
     for pool in (*keys, *values):
         pool[unpack(pool, torch.float32).isnan().any(-1)] = NAN
-    return Pools(layout=case.layout, keys=keys, values=values, barrier=case.pools.barrier)
+    return Pools(case.layout, keys, values, case.pools.barrier, DecodedPages(torch.float64))
 
 
 def read_as_the_reference(case: Case) -> list[Tensor]:
@@ -110,7 +110,7 @@ def read_as_the_reference(case: Case) -> list[Tensor]:
 
 def by_torch(case: Case) -> list[Tensor]:
     plan = make_plan(Batch(case.chunks), case.layout, device=CPU, dtype=torch.float64)
-    attention = PackedAttention(packed_pools(case), plan, scale=SCALE, decoded=DecodedPages(torch.float64))
+    attention = PagedAttention(packed_pools(case), plan, scale=SCALE)
     return [attention(layer, case.query.double(), case.key, case.value) for layer in (0, 1)]
 
 
@@ -154,7 +154,7 @@ def test_kernels_read_every_code() -> None:
     codes[codes & NAN == NAN] = 0
     packed = torch.cat((codes, torch.full((32, 1, 1), 0.3).view(torch.uint8)), dim=-1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine_shim.attention.kernel_attention.pack", lambda x: packed)
+        patch.setattr("engine_shim.attention.fp8.pack", lambda x: packed)
         out = KernelAttention(pools, tables, scale=0.0, tiles=SMALL)(0, case.query, case.key, case.value)
     expected = (MEANINGS[codes.long()] * float(torch.tensor(0.3))).float()
     torch.testing.assert_close(out, expected, atol=0.0, rtol=1e-6)
