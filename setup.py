@@ -23,12 +23,13 @@ from setuptools.errors import CCompilerError
 COMPILED = {
     "router/core": (
         "breaker chunked_prefill cost draining fair_queue forecast guard index keys load namespaces pace pd policy "
-        "provisional radix_forecast radix_pool rank_state recency retry ring seen session tables usable ways"
+        "provisional radix_forecast radix_pool radix_requests rank_state recency retry ring seen session tables usable "
+        "ways"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
         "answers arrival brain exchange forward gate holding instruments knowledge leases limits models outbound pair "
-        "plane prepared promises relay server splitting types upstream watchdog"
+        "plane prepared promises receiver relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
     "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse taps text_keys",

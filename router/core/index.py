@@ -15,8 +15,8 @@ from router.core.adoption import Expected
 from router.core.chains import Chains, Step
 from router.core.forecast import Pool
 from router.core.provisional import DENSE, Ticket
-from router.core.radix_forecast import Want
 from router.core.radix_pool import RadixPool
+from router.core.radix_requests import Want
 from router.core.rank_state import RankState
 from router.core.residency import TAILS, Residency
 from router.core.shared_forecast import SharedForecast

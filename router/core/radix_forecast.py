@@ -18,78 +18,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from router.core.forecast import Allocation, Forecast
+from router.core.radix_requests import Row, Unheard, Want
 from router.core.recency import Recency, Stretch
 
 #: So many answers are let end until a prompt that waits is let in, on a rank that generates no more than so many.
 _MOST_ENDS = 4
 _MOST_ROWS = 16
-#: The share of its bound that the engine expects an answer to take (``SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`` of 0.7).
-_EXPECTED_RATIO = 0.1
-#: No answer is reserved more for (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
-_MOST_RESERVED_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a request takes, in tokens: its prompt, its answer's bound (0: unknown), and what that is expected to be.
-
-    ``is_whole``: the answer goes on to its bound (``ignore_eos``).
-    """
-
-    prompt_tokens: int
-    most_tokens: int = 0
-    answer_tokens: int = 0
-    is_whole: bool = False
-
-    @property
-    def reserved_tokens(self) -> int:
-        """What is kept free for its answer when it is let in."""
-        return min(self.most_tokens, _MOST_RESERVED_TOKENS)
-
-
-@dataclass(slots=True, eq=False)
-class Unheard:
-    """A request of which events are due. ``keys`` are its prompt's whole pages, of ``blocks`` that it takes; none where
-    its answer alone is unheard of. ``sent_at`` and ``ended_at`` order what happened; ``heard`` is how much had been
-    heard when it was sent. ``is_alone``: the rank had nothing to do then.
-    """
-
-    allocation: Allocation
-    keys: Sequence[int]
-    blocks: int
-    want: Want
-    sent_at: int
-    heard: int
-    is_alone: bool
-    ended_at: int | None = None
-
-
-@dataclass(slots=True)
-class Row:
-    """A request that generates: what it wants and how many tokens there are of its answer."""
-
-    want: Want
-    generated: int
-
-    def own_pages(self, page_tokens: int) -> int:
-        """Its pages behind those of its prompt that are whole."""
-        return max(1, -(-(self.want.prompt_tokens % page_tokens + self.generated) // page_tokens))
-
-    @property
-    def left_tokens(self) -> int:
-        """What is still to come, by what is expected of it."""
-        whole = self.want.most_tokens if self.want.is_whole else self.want.answer_tokens
-        return max(1, whole - self.generated)
-
-    @property
-    def reserved_tokens(self) -> float:
-        """What the engine keeps free for it."""
-        ratio = 1.0 if self.want.is_whole else _EXPECTED_RATIO
-        return max(0, self.want.reserved_tokens - self.generated) * ratio
 
 
 class RadixForecast(Forecast):

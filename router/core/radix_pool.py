@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from router.core.forecast import MAX_PENDING, Allocation, Pool
-from router.core.radix_forecast import RadixForecast, Row, Unheard, Want
+from router.core.radix_forecast import RadixForecast
+from router.core.radix_requests import Row, Unheard, Want
 
 
 class RadixPool(Pool):

@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 
 from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout, WorkerRefused
+from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import Outcome
-from router.proxy.upstream import AnswerHead, Failure
 
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024

@@ -18,9 +18,10 @@ from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
 from router.proxy.outbound import Outbound, Writer
+from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.relay import Relay
 from router.proxy.types import Attempt, Brain, Outcome, Prepared
-from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
+from router.proxy.upstream import UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
 from router.wire import http1, sse
 

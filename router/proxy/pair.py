@@ -28,8 +28,9 @@ from router.proxy.answers import Refusal, outcome_of
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarder, Forwarding
 from router.proxy.outbound import Outbound, rank_in_body
+from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import BROKEN_OFF_HERE, Attempt, Outcome, Prepared
-from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection
+from router.proxy.upstream import UpstreamConnection
 from router.wire import handover
 from router.wire.taps import StreamTap
 from router.wire.usage import Usage, parse_usage

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from router.core.radix_forecast import Want
+from router.core.radix_requests import Want
 from router.core.types import Handover, SessionKey
 from router.fleet.decisions import Decided
 from router.proxy.token_cache import Chain

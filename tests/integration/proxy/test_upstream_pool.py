@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from router.proxy.upstream import AnswerHead, Failure, UpstreamConnection, UpstreamPool
+from router.proxy.receiver import AnswerHead, Failure
+from router.proxy.upstream import UpstreamConnection, UpstreamPool
 from router.settings import UpstreamSettings
 from tests.fakes.fault_worker import FaultWorker, answer
 from tests.fakes.proxy_rig import target

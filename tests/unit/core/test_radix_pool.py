@@ -6,8 +6,8 @@ Pages are single letters; a chain is a word, and a page's key stands for the wor
 from __future__ import annotations
 
 from router.core.forecast import Allocation
-from router.core.radix_forecast import Want
 from router.core.radix_pool import RadixPool
+from router.core.radix_requests import Want
 
 
 def keys(word: str) -> list[int]:

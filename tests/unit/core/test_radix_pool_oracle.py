@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.core.forecast import Allocation
-from router.core.radix_forecast import Want
 from router.core.radix_pool import RadixPool
+from router.core.radix_requests import Want
 
 #: Tokens of a page; prompts end in the middle of one.
 PAGE = 16
