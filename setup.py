@@ -28,8 +28,8 @@ COMPILED = {
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (
-        "answers arrival brain exchange forward gate holding instruments knowledge leases limits models outbound pair "
-        "plane prepared promises receiver relay server splitting types upstream watchdog"
+        "answers arrival brain exchange forward forwarder gate holding instruments knowledge leases limits models "
+        "outbound pair plane prepared promises receiver relay server splitting types upstream watchdog"
     ),
     "router/telemetry": "tallies",
     "router/wire": "anthropic block_keys headers http1 known_heads openai responses sse taps text_keys",

@@ -14,7 +14,8 @@ from router.core.fair_queue import Priority
 from router.errors import BadRequest, RequestError, UpstreamTimeout
 from router.proxy import eager
 from router.proxy.exchange import Exchange
-from router.proxy.forward import Forwarder, Forwarding
+from router.proxy.forward import Forwarding
+from router.proxy.forwarder import Forwarder
 from router.proxy.gate import Gate, refusal
 from router.proxy.outbound import Outbound
 from router.proxy.pair import PairForwarding

@@ -109,7 +109,7 @@ class RouterBrain(Models):
         now = self._fleet.clock()
         route = self._route(prepared, exclude=frozenset(), now=now)
         decided.home = self._home(route)
-        if self._holding is not None and not self._is_too_long(prepared):
+        if self._holding is not None:
             told = self._holding.foretell(route)
             if isinstance(told, Waiting):
                 decided.waiting = told
@@ -138,6 +138,9 @@ class RouterBrain(Models):
             prompt = await self.tokenize(request, model=model, seed=seed)
         tokens = None if prompt is None else prompt.tokens
         prompt_tokens = len(tokens) if tokens is not None else guessed_tokens(request)
+        is_taken = tokens is None or self.fits(model, prompt_tokens)
+        if not is_taken:  # what every engine refuses computes nothing and leaves nothing: it goes by load alone
+            session, tokens, prompt_tokens = None, None, 1
         prepared = PreparedRequest(
             model,
             session=session,
@@ -150,10 +153,10 @@ class RouterBrain(Models):
             most_tokens=request.max_tokens,
             is_whole=request.fields.get("ignore_eos") is True,
         )
-        if prompt is not None:
+        if tokens is not None and prompt is not None:
             prepared.know_keys(prompt.keys)
             prepared.tokenize_seconds = self._fleet.clock() - started
-        else:
+        elif is_taken:
             prepared.text_keys = request_text_keys(request, model=model, seed=prepared.seed)
         return prepared
 
@@ -213,10 +216,9 @@ class RouterBrain(Models):
     ) -> HeldRequest | None:
         """Whether the request must wait for room in the caches; ``go`` is called when there is.
 
-        ``exclude`` are slots where it failed: it waits for room elsewhere. A prompt longer than any context is not
-        waited for: its engine refuses it.
+        ``exclude`` are slots where it failed: it waits for room elsewhere.
         """
-        if self._holding is None or self._is_too_long(prepared):
+        if self._holding is None:
             return None
 
         def gone(slots: frozenset[int] | None) -> None:
@@ -235,11 +237,6 @@ class RouterBrain(Models):
             return answer
         prepared.allowed = answer
         return None
-
-    def _is_too_long(self, prepared: PreparedRequest) -> bool:
-        """Its engine will refuse it."""
-        context_tokens = self.context_tokens(prepared.model)
-        return context_tokens is not None and prepared.tokens is not None and prepared.prompt_tokens > context_tokens
 
     def choose(self, prepared: PreparedRequest, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""

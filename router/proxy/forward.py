@@ -6,57 +6,26 @@ Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: a con
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
-from structlog.typing import FilteringBoundLogger
-
-from router.core.retry import RetryBudget
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
 from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is_stream, outcome_of, told_by
 from router.proxy.exchange import Exchange
-from router.proxy.instruments import Instruments
-from router.proxy.outbound import Outbound, Writer
+from router.proxy.forwarder import Forwarder
+from router.proxy.outbound import Outbound
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.relay import Relay
-from router.proxy.types import Attempt, Brain, Outcome, Prepared
-from router.proxy.upstream import UpstreamConnection, UpstreamPool
-from router.settings import UpstreamSettings
+from router.proxy.types import Attempt, Outcome, Prepared
+from router.proxy.upstream import UpstreamConnection
 from router.wire import http1, sse
-
-
-class Forwarder:
-    """What all requests share on their way to a worker."""
-
-    def __init__(
-        self,
-        brain: Brain,
-        pool: UpstreamPool,
-        *,
-        settings: UpstreamSettings,
-        instruments: Instruments,
-        log: FilteringBoundLogger,
-    ) -> None:
-        self.brain = brain
-        self.pool = pool
-        self.settings = settings
-        self.instruments = instruments
-        self.log = log
-        self.writer = Writer()
-        #: No two routers may name the same room, so these draws are not seeded.
-        self.rooms = random.SystemRandom()
-        #: Whether a request that failed where it had room must wait for room elsewhere; then it is told.
-        self.hold_again: Callable[[Exchange, Prepared, Outbound, frozenset[int], Callable[[], None]], bool] = (
-            lambda *_: False
-        )
-        self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
 
 
 class Forwarding:
     """One inference request from its first attempt to the end of its answer."""
 
     __slots__ = (
+        "_asks_again",
         "_attempt",
         "_connecting",
         "_connection",
@@ -89,6 +58,7 @@ class Forwarding:
         self._is_open_ended = False
         self._refusal: Refusal | None = None
         # What has been tried:
+        self._asks_again = True
         self._excluded: frozenset[int] = frozenset()
         self._last: Refusal | Failure | None = None
         #: A rank that is full has not failed.
@@ -248,10 +218,19 @@ class Forwarding:
         return silent_seconds < self._forwarder.settings.first_byte_seconds if answers is None else answers
 
     def _unanswered(self, failure: Failure) -> None:
-        if failure.is_stale:  # once more, on a new connection
+        if self._is_asked_again(failure):
             self._connection = None
             return self._connect()
         return self._fail(failure)
+
+    def _is_asked_again(self, failure: Failure) -> bool:
+        """On a new connection, since the one that was kept is taken for closed before the worker read from it. Once for
+        each request: it may have read it and died of it.
+        """
+        asks_again = failure.is_stale and self._asks_again
+        if asks_again:
+            self._asks_again = False
+        return asks_again
 
     # --- a refusal ------------------------------------------------------------------------------
 

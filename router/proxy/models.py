@@ -52,7 +52,7 @@ class Models:
         self._adapters: set[str] = set()
         self._census: Callable[[], Census] = lambda: Census(0, 0)
         #: By model, as of one version of the fleet's view.
-        self._contexts: dict[str, int | None] = {}
+        self._contexts: dict[str, list[int]] = {}
         self._contexts_version = -1
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
@@ -117,13 +117,24 @@ class Models:
 
     def context_tokens(self, model: str) -> int | None:
         """The shortest context among the ranks that serve a model; None where none of them says."""
+        return min(self._contexts_of(model), default=None)
+
+    def fits(self, model: str, tokens: int) -> bool:
+        """Whether a prompt of so many tokens may have a rank that takes it."""
+        contexts = self._contexts_of(model)
+        return not contexts or tokens <= max(contexts) or len(contexts) < len(self._cards_of(model))
+
+    def _cards_of(self, model: str) -> list[ModelCard]:
+        return [member.cards[model] for member in self._fleet.members() if model in member.cards]
+
+    def _contexts_of(self, model: str) -> list[int]:
+        """Of the ranks that say."""
         version = self._fleet.view.version
         if version != self._contexts_version:
             self._contexts, self._contexts_version = {}, version
         if model not in self._contexts:
-            cards = [member.cards[model] for member in self._fleet.members() if model in member.cards]
-            contexts = [tokens for card in cards if isinstance(tokens := card.get("max_model_len"), int)]
-            self._contexts[model] = min(contexts, default=None)
+            told = (card.get("max_model_len") for card in self._cards_of(model))
+            self._contexts[model] = [tokens for tokens in told if isinstance(tokens, int)]
         return self._contexts[model]
 
     def _names(self) -> list[str]:

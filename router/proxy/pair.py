@@ -26,7 +26,8 @@ from router.errors import NoWorker
 from router.fleet.target import Target
 from router.proxy.answers import Refusal, outcome_of
 from router.proxy.exchange import Exchange
-from router.proxy.forward import Forwarder, Forwarding
+from router.proxy.forward import Forwarding
+from router.proxy.forwarder import Forwarder
 from router.proxy.outbound import Outbound, rank_in_body
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import BROKEN_OFF_HERE, Attempt, Outcome, Prepared
@@ -50,8 +51,8 @@ class Owner(Protocol):
     def prefill_failed(self, end: Refusal | Failure, outcome: Outcome) -> None:
         """It is not."""
 
-    def prefill_went_stale(self) -> None:
-        """A kept connection turned out closed: nothing was sent."""
+    def prefill_broke(self, failure: Failure) -> bool:
+        """Before anything of an answer had come. True: it is asked again, on a new connection."""
 
 
 class PrefillLeg:
@@ -141,9 +142,8 @@ class PrefillLeg:
 
     def on_end(self, failure: Failure | None) -> None:
         """The answer has ended, or is not to be had."""
-        if failure is not None and failure.is_stale and self._owner is not None:
-            self._owner.prefill_went_stale()
-        else:
+        is_asked_again = failure is not None and self._owner is not None and self._owner.prefill_broke(failure)
+        if not is_asked_again:
             self._over(failure or self._refusal)
 
     def waits_on(self, silent_seconds: float) -> bool:
@@ -277,7 +277,7 @@ class PairForwarding(Forwarding):
         return handover.decode_body(inference, self._params, rank=rank)
 
     def _unanswered(self, failure: Failure) -> None:
-        if failure.is_stale and self._meeting is not None and self._leg is not None:
+        if self._meeting is not None and self._leg is not None and self._is_asked_again(failure):
             self._connection = None
             return self._meet_again()
         return super()._unanswered(failure)
@@ -351,12 +351,15 @@ class PairForwarding(Forwarding):
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
-    def prefill_went_stale(self) -> None:
-        """Nothing was sent. A room that the decode rank may have entered is left."""
+    def prefill_broke(self, failure: Failure) -> bool:
+        """A room that the decode rank may have entered is left."""
+        if not self._is_asked_again(failure):
+            return False
         try:
             self._meet_again()
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
+        return True
 
     def _abandon(self) -> None:
         """End the decode leg for want of what it would decode. It says nothing against its rank."""

@@ -19,7 +19,7 @@ from router.core.keys import Keyring, Role
 from router.errors import Dialect, MethodNotAllowed, NotFound, RequestError
 from router.proxy.arrival import Arrivals
 from router.proxy.exchange import Exchange
-from router.proxy.forward import Forwarder
+from router.proxy.forwarder import Forwarder
 from router.proxy.instruments import Instruments
 from router.proxy.limits import ConnectionLimits, connections_allowed
 from router.proxy.server import ClientConnection

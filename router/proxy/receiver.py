@@ -16,7 +16,7 @@ class Failure:
 
     outcome: Outcome
     cause: str
-    #: A connection used before turned out closed: it says nothing of the worker, which has not seen the request.
+    #: A connection used before turned out closed, so soon that most likely the worker has not seen the request.
     is_stale: bool = False
 
 

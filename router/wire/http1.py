@@ -242,7 +242,7 @@ class RequestReader:
         self._framing = None
 
     def on_url(self, url: bytes) -> None:
-        if not self._resuming:
+        if self.phase is Phase.HEAD:
             self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:

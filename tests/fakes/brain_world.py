@@ -51,6 +51,7 @@ class World:
         models: frozenset[str] = frozenset({"m"}),
         engine: Engine = Engine.SHIM,
         prefill_chunk_tokens: int | None = None,
+        cards: dict[str, dict[str, object]] | None = None,
     ) -> int:
         slot = self.fleet.add_rank(
             RankId(worker, 0),
@@ -59,6 +60,7 @@ class World:
             block_tokens=BLOCK,
             pool_tokens=100_000,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            cards=cards or {},
         )
         self.fleet.set_status(slot, RankStatus.READY)
         return slot

@@ -11,7 +11,7 @@ import pytest
 
 from router.proxy.upstream import UpstreamPool
 from router.settings import UpstreamSettings
-from tests.fakes.fault_worker import OK, FaultWorker, Move, chunk, event, stream_head
+from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, answer, chunk, event, stream_head
 from tests.fakes.proxy_rig import rig, target
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -164,6 +164,21 @@ async def test_kept_connection_closed_by_the_worker() -> None:
             assert answer_.headers["x-homing-attempts"] == "1"
         assert it.brain.outcomes == ["ok", "ok"]
         assert worker.connections == 2
+
+
+async def test_kept_connections_are_asked_again_once() -> None:
+    """A request that workers die of at once looks like one on closed connections: it is sent once more, not at each."""
+    dies: Script = (Move.RESET,)
+    full: Script = (answer(503, b"{}"),)
+    async with (
+        FaultWorker([full, dies, dies]) as first,
+        FaultWorker([OK, dies, dies]) as second,
+        rig(target(first.port), target(second.port)) as it,
+    ):
+        assert (await it.ask(ASK)).status == 200
+        assert (await it.ask(ASK)).status == 502
+        assert it.brain.outcomes == ["pushback", "ok", "reset", "reset"]
+        assert (len(first.requests), len(second.requests)) == (1 + 2, 1 + 1)
 
 
 async def test_kept_connection_that_has_begun_to_answer_is_not_tried_again() -> None:

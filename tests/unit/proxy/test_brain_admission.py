@@ -187,6 +187,25 @@ async def test_what_no_context_holds_is_not_waited_for() -> None:
     assert await ask(world, "too long", 80_001, start=300_000, end=Outcome.CLIENT_ERROR) is not None
 
 
+@pytest.mark.parametrize("other", [None, 80_000, 90_000])
+async def test_what_no_context_holds_leaves_nothing(other: int | None) -> None:
+    """A prompt that every engine refuses is nowhere afterwards: no session's home, nobody's prefix, no load. Where the
+    other rank might take it, or does not say, it is a prompt like any other.
+    """
+    world = World(ranks=0, admission="guarded")
+    for number, context in enumerate((80_000, other)):
+        world.add(f"w{number}", cards={"m": {"id": "m", "max_model_len": context}})
+    prepared = await world.prepare(prompt_of(80_001, start=300_000), {"x-session-id": "s"})
+    attempt = world.brain.choose(prepared)
+    is_refused = other == 80_000
+    assert (world.fleet.loads.load(attempt.decision.slot).waiting_tokens < 100) == is_refused
+    attempt.lease.close(Outcome.CLIENT_ERROR, None)
+
+    shorter = await world.prepare(prompt_of(70_000, start=300_000), {"x-session-id": "s"})
+    assert (shorter.ideal_tokens == 0) == is_refused
+    assert prepared.session is None if is_refused else prepared.session == shorter.session
+
+
 async def test_a_rank_that_fails_has_no_room() -> None:
     """Rank 0 is full, rank 1 fails what it gets: after its breaker has opened, requests wait instead."""
     world = world_of(2, breaker_failures=2)

@@ -183,6 +183,9 @@ def test_so_many_may_come_at_once() -> None:
     assert [type(item) for item in answered] == [HttpRequest] * 256
     assert isinstance(refusal, RequestError)
     assert refusal.code == "too_many_pipelined"
+    flooded = reader()
+    flooded.feed(piece * 300)
+    assert flooded.target == b"/a", "what follows the one that is refused adds nothing to it"
 
 
 ALL = {**VALID, **REFUSED, **TOLERATED}
