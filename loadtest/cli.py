@@ -20,7 +20,7 @@ from loadtest.generator import AGENT_WORKLOAD, generate_sessions
 from loadtest.identity import ClientProfile
 from loadtest.replay import Replay, ReplayPlan, RunLog, Stop
 from loadtest.report import Report, Setting, summarise
-from loadtest.tables import ProgressView, print_comparison, print_report
+from loadtest.tables import ProgressView, output_console, print_comparison, print_report
 from loadtest.trace import TraceError, choose_sessions, read_trace
 from loadtest.types import Session, conversations, limit_turns
 from loadtest.words import WORDS
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     errors = Console(stderr=True)
     try:
         if options.compare:
-            print_comparison([_load_report(path) for path in options.compare], Console())
+            print_comparison([_load_report(path) for path in options.compare], output_console())
             return 0
         address = Address.parse(options.url)
         sessions = list(_sessions(options))
@@ -243,7 +243,7 @@ def _write(options: argparse.Namespace, report: Report, log: RunLog) -> None:
     if options.json == "-":
         sys.stdout.write(encoded.decode())
     else:
-        print_report(report, Console())
+        print_report(report, output_console())
         if options.json:
             Path(options.json).write_bytes(encoded)
     if options.records:

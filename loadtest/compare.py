@@ -37,6 +37,7 @@ from rich.table import Column, Table
 
 from loadtest.processes import START_SECONDS, HomingProcess, Process, ProcessError, end_on_signals, router, running
 from loadtest.report import Report, imbalance
+from loadtest.tables import output_console
 
 MODEL = "needle"
 #: The command of each peer, in its folder, before the options that all have in common.
@@ -267,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
     peers: Path | None = options.pop("peers")
     target: Path | None = options.pop("json")
-    plan, console = Plan(**options), Console(width=110)
+    plan, console = Plan(**options), output_console()
     names = [HOMING]
     for name, (program, *_) in PEERS.items():
         if peers is not None and (peers / program).exists():

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from engine_shim.model.needle_text import facts, haystack
 from loadtest.processes import HomingProcess, ProcessError, end_on_signals, router, running
+from loadtest.tables import output_console
 
 POLICIES = ("round_robin", "affinity")
 SESSIONS = ("--sessions", "10", "--turns", "30", "--lanes", "6", "--seed", "1", "--scale-time", "0")
@@ -32,7 +33,7 @@ WELL_BELOW_RATIO = 0.10
 def main() -> int:
     """Run the demo. 0: affinity came near the ideal, without errors, and all needles were right; else 1."""
     argparse.ArgumentParser(prog="make demo", description=__doc__).parse_args()
-    console = Console()
+    console = output_console()
     end_on_signals()
     try:
         with tempfile.TemporaryDirectory(prefix="homing-demo-") as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,13 @@ from loadtest.replay import Exchange
 from loadtest.report import Report, Spread
 
 PLAIN_EVERY_REQUESTS = 100
+#: Of what is written where nobody says how wide it is, such as a file.
+_PLAIN_COLUMNS = 110
+
+
+def output_console() -> Console:
+    """Standard output: as wide as its terminal, or as tables need."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS)
 
 
 def print_report(report: Report, console: Console) -> None:
