@@ -146,7 +146,6 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path, tails: WindowTails
     @settings(
         max_examples=2,
         deadline=None,
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
     @given(

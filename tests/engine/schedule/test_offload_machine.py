@@ -179,7 +179,7 @@ class OffloadMachine(SchedulerMachine):
 
 
 OffloadMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestOffload = OffloadMachine.TestCase
 

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -41,6 +41,7 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_pieces_add_up_to_the_text(text: str, cuts: list[int]) -> None:
     """However tokens arrive, the pieces joined are the decoding of all of them."""
+    assume("<|" not in text)  # such as "<|endoftext|>", which is a token without text
     ids = byte_level().encode(text, add_special_tokens=False).ids
     detokenizer = Detokenizer(byte_level())
     pieces = [detokenizer.push(part) for part in chunks(ids, cuts)]

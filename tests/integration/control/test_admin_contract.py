@@ -51,7 +51,7 @@ CHECKS = (
 
 
 @schema.parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_answers_are_those_the_document_promises(case: schemathesis.Case) -> None:
     """No 500, only statuses, types and shapes that the document names."""
     case.call_and_validate(checks=list(CHECKS))
