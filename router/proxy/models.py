@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from router.errors import BadRequest, NotFound, NoWorker
 from router.fleet.fleet import Fleet
@@ -19,6 +19,8 @@ from router.wire.openai import Endpoint, InferenceRequest, parse_request
 #: Bodies larger than this are rendered, and more new text than this is tokenized, off the event loop.
 _INLINE_BYTES = 1024 * 1024
 _INLINE_CHARS = 8 * 1024
+#: The longest prompt that is followed where a rank does not say what it takes.
+_MOST_PROMPT_TOKENS: Final = 2 * 1024 * 1024
 
 
 class Census(NamedTuple):
@@ -122,7 +124,8 @@ class Models:
     def fits(self, model: str, tokens: int) -> bool:
         """Whether a prompt of so many tokens may have a rank that takes it."""
         contexts = self._contexts_of(model)
-        return not contexts or tokens <= max(contexts) or len(contexts) < len(self._cards_of(model))
+        all_say = contexts and len(contexts) == len(self._cards_of(model))
+        return tokens <= (max(contexts) if all_say else max([_MOST_PROMPT_TOKENS, *contexts]))
 
     def _cards_of(self, model: str) -> list[ModelCard]:
         return [member.cards[model] for member in self._fleet.members() if model in member.cards]

@@ -319,8 +319,12 @@ class SharedForecastMachine(LateEventsMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def step(self) -> None:
-        running = self.engine.schedule(self.waiting[0].prompt)
-        if running is not None:
+        prompt = self.waiting[0].prompt
+        try:
+            deepcopy(self.engine).schedule(prompt)
+        except Full:
+            return  # somebody would have to wait
+        if (running := self.engine.schedule(prompt)) is not None:
             self.waiting[0].running = running
             self.scheduled.append(self.waiting.pop(0))
 
