@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -13,6 +14,7 @@ from router.proxy.types import Outcome
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
 _ERROR_FIELDS: Final = ("message", "type", "code", "param")
+_RETRY_AFTER: Final = re.compile(rb"^retry-after:[ \t]*(\d{1,9})[ \t]*\r$", re.IGNORECASE | re.MULTILINE)
 #: Better asked of another rank first.
 REFUSALS: Final = frozenset({Outcome.PUSHBACK, Outcome.SERVER_ERROR})
 
@@ -78,9 +80,17 @@ def told_by(refusal: Refusal) -> RequestError:
         value if isinstance(value, str) else None
         for value in (said.get(name) if isinstance(said, dict) else None for name in _ERROR_FIELDS)
     )
-    return WorkerRefused(
+    error = WorkerRefused(
         message or f"The worker answered {status}.", status=status, type_=type_, code=code, param=param
     )
+    error.retry_after_seconds = _retry_after_seconds(refusal.head)
+    return error
+
+
+def _retry_after_seconds(head: AnswerHead) -> int | None:
+    """What a worker asks for; a date is for clocks that agree, and left out."""
+    found = _RETRY_AFTER.search(head.lines)
+    return None if found is None else int(found[1])
 
 
 def error_of(failure: Failure) -> RequestError:

@@ -21,7 +21,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.member import Member
 from router.proxy.holding import Holding
 from router.proxy.prepared import PreparedRequest
-from router.proxy.promises import Promise, Promises, counts_at_dispatch
+from router.proxy.promises import Promise, Promises, computed_of, counts_at_dispatch
 from router.proxy.splitting import learn_pace
 from router.proxy.types import BROKEN_OFF_HERE, Outcome
 from router.telemetry.metrics import Metrics
@@ -169,12 +169,13 @@ class Leases:
         if outcome not in _LEAVES_CONTEXT:
             self._promises.take_back(lease.promises, lease.allocation)
             return
-        if promise := self._promises.output(member, prepared, output):
+        computed = computed_of(output, is_cut=outcome in BROKEN_OFF_HERE)
+        if promise := self._promises.output(member, prepared, computed):
             lease.promises.append(promise)
         elif usage is not None and not member.is_prefill:
             self._promises.answered(member, prepared, output_tokens=usage.completion_tokens, now=now)
         self._promises.keep(lease.promises, now=now)
-        self._promises.leave(lease.allocation, member, prepared, output, now=now)
+        self._promises.leave(lease.allocation, member, prepared, computed, now=now)
 
     def _read(self, lease: Lease, outcome: Outcome, usage: Usage) -> None:
         """What the worker says of it."""

@@ -237,8 +237,9 @@ class DataPlane:
 
     def refused(self, error: RequestError, reader: RequestReader) -> tuple[Dialect, bytes]:
         self._instruments.error(error.code)
-        self._instruments.request(b"", error.status, seconds=0.0)
-        route = ROUTES.get(reader.target.partition(b"?")[0])
+        path = reader.target.partition(b"?")[0]
+        route = ROUTES.get(path)
+        self._instruments.request(b"" if route is None else path, error.status, seconds=0.0)
         dialect = route.dialect if isinstance(route, Endpoint) else Dialect.OPENAI
         given = names.acceptable_request_id(names.first(reader.headers, names.REQUEST_ID))
         return dialect, names.id_line(given or self._new_id())

@@ -112,12 +112,12 @@ class Promises:
         keys = prepared.keys(index.block_tokens)[:blocks]
         return index, index.promise(member.slot, keys, prompt_tokens=found + 1)
 
-    def output(self, member: Member, prepared: PreparedRequest, output: Sequence[int]) -> Promise | None:
-        """The answer's blocks too. The last token's own keys and values are never computed: blocks end before it."""
+    def output(self, member: Member, prepared: PreparedRequest, computed: Sequence[int]) -> Promise | None:
+        """The answer's blocks too: those of its tokens whose keys and values are there (``computed_of``)."""
         index = member.index
-        if index is None or prepared.tokens is None or len(output) < 2 or not self._fleet.knows(member):
+        if index is None or prepared.tokens is None or not computed or not self._fleet.knows(member):
             return None
-        keys = (*prepared.keys(index.block_tokens), *prepared.keys_after(output[:-1], block_tokens=index.block_tokens))
+        keys = (*prepared.keys(index.block_tokens), *prepared.keys_after(computed, block_tokens=index.block_tokens))
         start = prepared.prompt_tokens // index.block_tokens
         return index, index.promise_more(member.slot, keys, start=start)
 
@@ -151,7 +151,8 @@ class Promises:
         rest = prepared.tokens[start : start + count + 1]
         special = self._special_ids(prepared.model)
         length = next((place for place, token in enumerate(rest) if token in special), None)
-        if length in (count - 1, count) and (promise := self.output(answered.member, before, rest[:count])):
+        computed = computed_of(rest[:count], is_cut=False)
+        if length in (count - 1, count) and (promise := self.output(answered.member, before, computed)):
             self.keep([promise], now=now)
 
     def keep(self, promises: Iterable[Promise], *, now: float) -> None:
@@ -177,7 +178,7 @@ class Promises:
         allocation: AnyAllocation | None,
         member: Member,
         prepared: PreparedRequest,
-        output: Sequence[int],
+        computed: Sequence[int],
         *,
         now: float,
     ) -> None:
@@ -186,9 +187,9 @@ class Promises:
             return
         index = member.index
         keys: Sequence[int] = allocation.keys
-        if index is not None and len(output) > 1 and self._fleet.knows(member):
+        if index is not None and computed and self._fleet.knows(member):
             stride, unit = index.stride(member.slot), index.block_tokens
-            keys = (*prepared.keys(unit), *prepared.keys_after(output[:-1], block_tokens=unit))[stride - 1 :: stride]
+            keys = (*prepared.keys(unit), *prepared.keys_after(computed, block_tokens=unit))[stride - 1 :: stride]
         allocation.ended(keys)
         self._expiring.append((now + PROVISIONAL_SECONDS, allocation.forget))
 
@@ -213,3 +214,11 @@ def counts_at_dispatch(member: Member) -> bool:
     misses, but for prompts computed in pieces (``Promises.pieces``).
     """
     return member.target.engine is not Engine.SGLANG
+
+
+def computed_of(output: Sequence[int], *, is_cut: bool) -> Sequence[int]:
+    """Of an answer's tokens those whose keys and values the rank has: all but the last, behind which nothing was made.
+
+    An answer that is cut off was being gone on with: of the last token that came the next one was in the making.
+    """
+    return output if is_cut else output[:-1]

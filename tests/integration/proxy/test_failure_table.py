@@ -252,7 +252,7 @@ async def test_failure_table(row: Row) -> None:
         assert [len(worker.requests) for worker in workers] == [
             int(state != "untouched") for state in row.upstream.split()
         ]
-        endpoint = "other" if row.unread else ENDPOINTS.get(row.path, "other")
+        endpoint = ENDPOINTS.get(row.path, "other")
         expected = {f"attempts w{slot} 0 {outcome}": 1 for slot, outcome in enumerate(row.attempts.split())}
         assert _counts(it) - before == Counter({f"requests {endpoint} {row.status}": 1, **expected, **row.counted})
         await other.close()

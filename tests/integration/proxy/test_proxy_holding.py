@@ -188,12 +188,13 @@ TOO_LONG = b'{"error": {"message": "Too long.", "type": "BadRequestError", "code
 async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> None:
     """What would have been a status is an error event once comments have been sent, in the worker's own words."""
     refusals: tuple[tuple[Script, str], ...] = (
-        ((answer(400, b"{}"),), "worker_refused"),
-        ((answer(400, TOO_LONG),), "context_length_exceeded"),
-        ((answer(500, b"{}"),), "held_too_long"),  # the only other rank has no room for it
-        (OK, "upstream_failed"),
+        ((answer(400, b"{}"),), '"worker_refused"'),
+        ((answer(400, TOO_LONG),), '"context_length_exceeded"'),
+        ((answer(400, TOO_LONG, headers={"retry-after": "17"}),), 'retry_after_seconds": 17'),
+        ((answer(500, b"{}"),), '"held_too_long"'),  # the only other rank has no room for it
+        (OK, '"upstream_failed"'),
     )
-    for script, code in refusals:
+    for script, said in refusals:
         async with (
             _full(script, comment_seconds=0.02, hold_seconds=1) as (world, _),
             FaultWorker([script]) as other,
@@ -206,7 +207,7 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
                 while (piece := await client.piece()) is not None:
                     body += piece
             (error,) = _events(body)
-            assert f'"{code}"'.encode() in error
+            assert said.encode() in error
             await client.close()
 
 
