@@ -207,7 +207,8 @@ class _Replay:
         lease = self._leases.pop(number, None)
         if lease is None:
             return
-        outcome = Outcome.SERVER_ERROR if request.is_failed else Outcome.OK
+        whole = Outcome.CLIENT_GONE if request.is_cut else Outcome.OK
+        outcome = Outcome.SERVER_ERROR if request.is_failed else whole
         usage = Usage(len(request.prompt), len(request.output), request.cached_tokens)
         lease.close(outcome, usage, output=request.output)
 

@@ -43,7 +43,7 @@ class Sent:
     """One request. ``cached_tokens`` is the engine's own word; None where the request is not scored.
 
     ``rank`` is the rank that served it; None where nobody knows. ``prompt`` is empty where the record has no token ids.
-    ``most_tokens`` is the bound of its answer, which goes on to that if ``is_whole``.
+    ``most_tokens`` is the bound of its answer, which goes on to that if ``is_whole``. ``is_cut``: the client left.
     """
 
     at: float
@@ -56,6 +56,7 @@ class Sent:
     rank: int | None
     cached_tokens: int | None
     is_failed: bool
+    is_cut: bool
     fields: Mapping[str, Any]
     most_tokens: int | None = None
     is_whole: bool = False
@@ -221,6 +222,7 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         rank=_rank(record, fields, engine),
         cached_tokens=_cached(response) if is_scored else None,
         is_failed=is_failed,
+        is_cut=bool(record.get("aborted")) or record["kind"] == "aborted",
         fields=fields,
         most_tokens=_first_number(sampling, "max_new_tokens", "max_completion_tokens", "max_tokens"),
         is_whole=sampling.get("ignore_eos") is True,

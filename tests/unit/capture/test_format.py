@@ -71,6 +71,7 @@ def test_some_requests_are_not_scored(tmp_path: Path, flag: str) -> None:
         (sent,) = read(tmp_path, record)
         assert sent.cached_tokens is None
         assert bool(sent.prompt) == (flag != "prior_request")
+        assert sent.is_cut == (flag == "aborted")
 
 
 def test_sglangs_own_answers_are_read(tmp_path: Path) -> None:

@@ -92,6 +92,17 @@ async def test_a_promise_outlives_its_request_by_the_lag_of_events(outcome: Outc
         assert await world.promised(prompt_of(100)) == expected
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [(Outcome.OK, 96), (Outcome.CLIENT_GONE, 112)])
+async def test_the_last_token_of_an_answer_that_is_cut_off_has_been_computed(outcome: Outcome, expected: int) -> None:
+    """100 tokens and 12 are seven blocks, if the rank was making a thirteenth: vLLM and SGLang both are."""
+    world = World(ranks=1)
+    attempt = await world.ask(prompt_of(100))
+    attempt.lease.first_byte()
+    attempt.lease.close(outcome, None, output=prompt_of(112)[100:])
+
+    assert await world.promised(prompt_of(120)) == {0: expected}
+
+
 async def test_events_confirm_a_promise() -> None:
     """What the rank announced stays when the promise ends."""
     world = World()
