@@ -91,7 +91,7 @@ def sampled_log(log: FilteringBoundLogger, *, ratio: float) -> Callable[[Decided
 
 
 def decided_view(decided: Decided) -> Json:
-    """A request with all its attempts and every rank's price, the cheapest first; or that it is held."""
+    """A request with all its attempts and every rank's price, the cheapest first, and how it was held."""
     return {
         **_request_view(decided),
         **_held_view(decided),
@@ -141,10 +141,11 @@ def _request_view(decided: Decided) -> Json:
 
 
 def _held_view(decided: Decided) -> Json:
-    """Its place among all who wait, 1 for the oldest, and why it is held."""
-    waiting = decided.waiting
-    position = None if waiting is None else waiting.position()
-    return {"held": None if waiting is None or position is None else {"position": position, "why": waiting.why}}
+    """Why it was held, its place while it waits, 1 for the oldest, and then how that ended. None if it never was."""
+    if (waiting := decided.waiting) is None:
+        return {"held": None}
+    ended = {"end": waiting.end, "seconds": _rounded(waiting.seconds)}
+    return {"held": {"why": waiting.why, "position": waiting.position(), **ended}}
 
 
 def _rank_view(weighed: Weighed) -> Json:

@@ -35,12 +35,16 @@ class Weighed:
     is_failing: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
-    """A request that is held: why it is, and its place when somebody asks; None once it waits no more."""
+    """A request that is held, or was: why, its place when somebody asks (None once it waits no more), and, when that is
+    over, how it ended and after how many ``seconds``.
+    """
 
     why: str
     position: Callable[[], int | None]
+    end: str | None = None
+    seconds: float | None = None
 
 
 class Attempted:
@@ -114,8 +118,8 @@ class Attempted:
 
 
 class Decided:
-    """One request and its attempts, or what it is ``waiting`` for. ``session`` is a hash; ``keyed`` says how its prompt
-    was recognised.
+    """One request and its attempts, and what it is or was ``waiting`` for. ``session`` is a hash; ``keyed`` says how its
+    prompt was recognised.
     """
 
     __slots__ = (
@@ -204,7 +208,6 @@ class DecisionLog:
             started=now,
         )
         decided.attempts.append(attempted)
-        decided.waiting = None
         if self._decided.get(decided.request_id) is decided:
             self._rows += len(attempted.slots)
         self._forget()

@@ -205,7 +205,8 @@ class Holding:
         return self._admission.release(self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
 
     def _ended(self, held: HeldRequest, end: HoldEnd) -> None:
-        self._metrics.hold_seconds.labels(end).observe(self._fleet.clock() - held.since)
+        held.waiting.end, held.waiting.seconds = end, self._fleet.clock() - held.since
+        self._metrics.hold_seconds.labels(end).observe(held.waiting.seconds)
 
     def _oldest_seconds(self) -> float:
         oldest = next(iter(self._held.values()), None)

@@ -69,6 +69,12 @@ async def test_who_is_drained_is_foretold_to_leave_if_it_can(ranks: int) -> None
     assert (attempt.decision.slot == first.decision.slot) is (ranks == 1)
 
 
+def held_at(
+    position: int | None, why: str, *, end: str | None = None, seconds: float | None = None
+) -> dict[str, object]:
+    return {"why": why, "position": position, "end": end, "seconds": seconds}
+
+
 async def test_who_would_be_held_is_told_so() -> None:
     """One rank of 100,000 tokens with 80,000, and one request of 60,000 that waits: another would be the second, until
     the rank is free. Somebody with 10,000 would wait, too. Nobody has joined the queue by asking.
@@ -79,13 +85,13 @@ async def test_who_would_be_held_is_told_so() -> None:
     lease = world.brain.choose(full).lease
     lease.first_byte()
     first = decided_view(await preview(world, prompt_of(60_000, start=500_000), "s"))
-    assert (first["held"], first["attempts"]) == ({"position": 1, "why": "budget"}, [])
+    assert (first["held"], first["attempts"]) == (held_at(1, "budget"), [])
     held = world.brain.hold(await world.prepare(prompt_of(60_000, start=500_000), {"x-session-id": "s"}), lambda: None)
     assert held is not None
 
     for tokens in (60_000, 10_000):
         second = decided_view(await preview(world, prompt_of(tokens, start=700_000), "t"))
-        assert (second["held"], second["attempts"]) == ({"position": 2, "why": "queue"}, [])
+        assert (second["held"], second["attempts"]) == (held_at(2, "queue"), [])
     assert held.position() == 1
     assert world.sample("admission_held_requests") == 1
     held.leave()
@@ -95,7 +101,7 @@ async def test_who_would_be_held_is_told_so() -> None:
 
 
 async def test_who_is_held_can_be_asked_after() -> None:
-    """By its id, with its place; then it has an attempt, and waits no more."""
+    """By its id, with its place; then it has an attempt, and waits no more. So can who has left."""
     world = World(ranks=1, admission="guarded")
     full = await world.prepare(prompt_of(80_000), {"x-session-id": "full"})
     assert world.brain.hold(full, lambda: None) is None
@@ -107,15 +113,25 @@ async def test_who_is_held_can_be_asked_after() -> None:
 
     decided = world.brain.decisions.find("r1")
     assert decided is not None
-    assert decided_view(decided)["held"] == {"position": 1, "why": "budget"}
+    assert decided_view(decided)["held"] == held_at(1, "budget")
     assert brief_view(decided)["attempts"] == 0
     lease.close(Outcome.CLIENT_ERROR, None)
     assert went
-    assert decided_view(decided)["held"] is None
+    assert decided_view(decided)["held"] == held_at(None, "budget", end="released", seconds=0.0)
     world.brain.choose(prepared)
     found = world.brain.decisions.find("r1")
     assert found is decided
     assert [attempt["rank"] for attempt in decided_view(found)["attempts"]] == ["w0/0"]
+    assert brief_view(found)["held"]["end"] == "released"
+
+    other = await world.brain.prepare(request, {"x-session-id": "other"}, tenant="t", request_id="r2")
+    waiting = world.brain.hold(other, lambda: None)
+    assert waiting is not None
+    world.now += 2.5
+    waiting.leave()
+    decided = world.brain.decisions.find("r2")
+    assert decided is not None
+    assert brief_view(decided)["held"] == held_at(None, "budget", end="left", seconds=2.5)
 
 
 async def test_looking_ahead_changes_nothing() -> None:
