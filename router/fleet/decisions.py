@@ -118,8 +118,8 @@ class Attempted:
 
 
 class Decided:
-    """One request and its attempts, and what it is or was ``waiting`` for. ``session`` is a hash; ``keyed`` says how its
-    prompt was recognised.
+    """One request and its attempts, and what it is or was ``waiting`` for. ``session`` is a hash; ``keyed`` says how
+    its prompt was recognised.
     """
 
     __slots__ = (
