@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from router.capture.notes import (
+    adapters_of,
+    block_tokens_of,
+    first_number,
+    geometry_of,
+    mapping,
+    merged,
+    pool_blocks_of,
+    pool_tokens_of,
+)
 from router.core.types import Engine
 from router.core.usable import Geometry
 from router.errors import CaptureError, WireError
@@ -114,8 +123,8 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
     name = frames.name.removesuffix(".gz").removesuffix(".jsonl")
     records = list(_records(requests)) if requests is not None else []
     engine = _engine(records, messages)
-    notes = [record for _, record in records if record.get("kind") == "note"]
-    settings = _merged(notes)
+    settings = merged([record for _, record in records if record.get("kind") == "note"])
+    metrics = [str(record.get("text", "")) for _, record in records if record.get("kind") == "metrics"]
     sent = [_request(place, record, engine) for place, record in records if _is_request(record)]
     resets = [reset for place, record in records if (reset := _reset(place, record)) is not None]
     return Capture(
@@ -124,15 +133,12 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         frames=sorted(messages, key=lambda message: message.at),
         requests=sorted(sent, key=lambda request: request.at) if requests is not None else None,
         resets=sorted(resets, key=lambda reset: reset.at),
-        geometry=Geometry(
-            chunk_tokens=_first_number(settings, "attention_chunk_size", "chunk_size", "chunk_tokens", "chunk"),
-            eagle=bool(settings.get("eagle") or settings.get("use_eagle")),
-        ),
-        block_tokens=_first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size"),
-        pool_tokens=_pool_tokens(settings),
-        pool_blocks=_pool_blocks(settings, records, ranks=1 + max((message.rank for message in messages), default=0)),
-        prefill_chunk_tokens=_first_number(settings, "chunked_prefill_size"),
-        adapters=_adapters(settings),
+        geometry=geometry_of(settings),
+        block_tokens=block_tokens_of(settings),
+        pool_tokens=pool_tokens_of(settings),
+        pool_blocks=pool_blocks_of(settings, metrics, ranks=1 + max((message.rank for message in messages), default=0)),
+        prefill_chunk_tokens=first_number(settings, "chunked_prefill_size"),
+        adapters=adapters_of(settings),
     )
 
 
@@ -192,7 +198,7 @@ def _is_request(record: Mapping[str, Any]) -> bool:
 
 def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
     fields = _fields(record)
-    response = _mapping(record.get("response"))
+    response = mapping(record.get("response"))
     finished_at = _finish(record)
     if finished_at is None:
         raise CaptureError(f"{place}: a request without a time: sent_t, and one of {', '.join(_FINISH_NAMES)} or t")
@@ -209,7 +215,7 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         prompt, output = _prompt(record, fields, response), _output(record, response)
     except (TypeError, ValueError, OverflowError) as error:
         raise CaptureError(f"{place}: token ids are non-negative integers: {error}") from error
-    sampling = {**fields, **_mapping(fields.get("sampling_params"))}
+    sampling = {**fields, **mapping(fields.get("sampling_params"))}
     is_known = not (record.get("prior_request") or record["kind"] == "prior_request")
     return Sent(
         at=sent_at if sent_at is not None else finished_at,
@@ -224,15 +230,15 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
         is_failed=is_failed,
         is_cut=bool(record.get("aborted")) or record["kind"] == "aborted",
         fields=fields,
-        most_tokens=_first_number(sampling, "max_new_tokens", "max_completion_tokens", "max_tokens"),
+        most_tokens=first_number(sampling, "max_new_tokens", "max_completion_tokens", "max_tokens"),
         is_whole=sampling.get("ignore_eos") is True,
     )
 
 
 def _fields(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The request's body; where it was not kept, the record stands for it: salts and LoRA names are in one of them."""
-    request = _mapping(record.get("request"))
-    return next((body for name in ("json", "body") if (body := _mapping(request.get(name)))), request) or record
+    request = mapping(record.get("request"))
+    return next((body for name in ("json", "body") if (body := mapping(request.get(name)))), request) or record
 
 
 def _prompt(record: Mapping[str, Any], fields: Mapping[str, Any], response: Mapping[str, Any]) -> array[int]:
@@ -260,17 +266,17 @@ def _output(record: Mapping[str, Any], response: Mapping[str, Any]) -> array[int
 
 
 def _cached(response: Mapping[str, Any]) -> int | None:
-    details = _mapping(_mapping(response.get("usage")).get("prompt_tokens_details"))
-    for found in (details.get("cached_tokens"), _mapping(response.get("meta_info")).get("cached_tokens")):
+    details = mapping(mapping(response.get("usage")).get("prompt_tokens_details"))
+    for found in (details.get("cached_tokens"), mapping(response.get("meta_info")).get("cached_tokens")):
         if isinstance(found, int):
             return found
-    return 0 if "usage" in response and "prompt_tokens_details" in _mapping(response["usage"]) else None
+    return 0 if "usage" in response and "prompt_tokens_details" in mapping(response["usage"]) else None
 
 
 def _rank(record: Mapping[str, Any], fields: Mapping[str, Any], engine: Engine) -> int | None:
     """The rank that served, else the one asked for; engines of one rank have no other."""
-    headers = {str(name).lower(): value for name, value in _mapping(record.get("headers")).items()}
-    meta = _mapping(_mapping(record.get("response")).get("meta_info"))
+    headers = {str(name).lower(): value for name, value in mapping(record.get("headers")).items()}
+    meta = mapping(mapping(record.get("response")).get("meta_info"))
     asked = headers.get("x-data-parallel-rank") if engine is not Engine.SGLANG else fields.get("routed_dp_rank")
     for found in (record.get("served_rank"), meta.get("dp_rank"), asked, record.get("rank")):
         if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
@@ -305,9 +311,6 @@ def _reset(place: str, record: Mapping[str, Any]) -> Reset | None:
     return Reset(at, is_restart=kind.startswith("restart"))
 
 
-# --- what notes say -----------------------------------------------------------------------------------
-
-
 def _engine(records: Sequence[tuple[str, Mapping[str, Any]]], frames: Sequence[Frame]) -> Engine:
     """Told by the notes, else by the shape of the events: only vLLM and the shim name a group's kind."""
     for _, record in records:
@@ -318,7 +321,7 @@ def _engine(records: Sequence[tuple[str, Mapping[str, Any]]], frames: Sequence[F
                     return engine
             if "kv_event_sources" in record:
                 return Engine.SHIM if "homing-shim" in json.dumps(record["kv_event_sources"]) else Engine.VLLM
-            info = _mapping(record.get("info"))
+            info = mapping(record.get("info"))
             if "page_size" in info or "kv_events" in info:
                 return Engine.SGLANG
     if any(frame.batch is not None and frame.batch.epoch for frame in frames):
@@ -327,67 +330,10 @@ def _engine(records: Sequence[tuple[str, Mapping[str, Any]]], frames: Sequence[F
     return Engine.VLLM if any(kinds) or not frames else Engine.SGLANG
 
 
-def _merged(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All that the notes say of the engine's geometry, in one mapping."""
-    merged: dict[str, Any] = {}
-    for note in notes:
-        for part in (note.get("info"), note, note.get("geometry"), _mapping(note.get("info")).get("geometry")):
-            merged.update(_mapping(part))
-    return merged
-
-
-def _pool_tokens(settings: Mapping[str, Any]) -> int | None:
-    """Tokens that one rank's cache holds."""
-    if size := _first_number(settings, "pool_tokens", "kv_cache_size_tokens", "max_total_num_tokens"):
-        return size
-    blocks = _first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override")
-    block_tokens = _first_number(settings, "block_size")
-    return blocks * block_tokens if blocks and block_tokens else _first_number(settings, "max_total_tokens")
-
-
-_BLOCKS = re.compile(r'vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
-
-
-def _pool_blocks(
-    settings: Mapping[str, Any], records: Sequence[tuple[str, Mapping[str, Any]]], *, ranks: int
-) -> int | None:
-    """Blocks of one rank of vLLM, which itself counts those of all ranks together, one a rank too many."""
-    if told := _first_number(settings, "pool_blocks"):
-        return told
-    texts = (str(record.get("text", "")) for _, record in records if record.get("kind") == "metrics")
-    found = (int(match[1]) for text in texts if (match := _BLOCKS.search(text)))
-    blocks = _first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or next(found, None)
-    return blocks // ranks - 1 if blocks else None
-
-
-def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:
-    for name in ("lora_paths", "lora_modules", "loras", "lora", "adapters"):
-        found = settings.get(name)
-        if isinstance(found, Mapping):
-            return frozenset(map(str, found))
-        if isinstance(found, list):
-            return frozenset(
-                str(entry.get("name", "")) if isinstance(entry, Mapping) else str(entry) for entry in found
-            )
-    return frozenset()
-
-
 def _choice(response: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = response.get("choices")
-    return _mapping(choices[0]) if isinstance(choices, list) and choices else {}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return mapping(choices[0]) if isinstance(choices, list) and choices else {}
 
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _first_number(settings: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        found = settings.get(name)
-        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-            return found
-    return None

@@ -1,0 +1,115 @@
+"""What a capture's notes say of the engine: the geometry that an operator would know.
+
+Recorders have changed their words over time, and some write settings down as the engine's own command line has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from router.core.usable import Geometry
+
+_BLOCKS = re.compile(r'vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
+#: Settings may be nested so deep.
+_MOST_DEPTH = 4
+
+
+def merged(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All that the notes say, in one mapping; all that stands under ``geometry`` is there under that name, too."""
+    everything: dict[str, Any] = {}
+    geometry: dict[str, Any] = {}
+    for note in notes:
+        info = mapping(note.get("info"))
+        for part in (info, note):
+            everything.update(part)
+        for part in (mapping(note.get("geometry")), mapping(info.get("geometry"))):
+            geometry.update(part)
+    return {**everything, **geometry, "geometry": geometry}
+
+
+def geometry_of(settings: Mapping[str, Any]) -> Geometry:
+    """What no event stream carries.
+
+    The size of a chunk stands under one of several names, or beside its group. SGLang's ``chunked_prefill_size`` is
+    something else.
+    """
+    chunk_tokens = first_number(settings, "attention_chunk_size", "chunk_size", "chunk_tokens", "chunk") or next(
+        (
+            value
+            for name, value in _nested(settings.get("geometry"))
+            if "chunk" in name and "prefill" not in name and isinstance(value, int) and value > 1
+        ),
+        None,
+    )
+    return Geometry(chunk_tokens=chunk_tokens, eagle=bool(settings.get("eagle") or settings.get("use_eagle")))
+
+
+def block_tokens_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens of the smallest unit that can be found again."""
+    return first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size")
+
+
+def pool_tokens_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens that one rank's cache holds."""
+    if size := first_number(settings, "pool_tokens", "kv_cache_size_tokens", "max_total_num_tokens"):
+        return size
+    blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override")
+    block_tokens = first_number(settings, "block_size")
+    return blocks * block_tokens if blocks and block_tokens else first_number(settings, "max_total_tokens")
+
+
+def pool_blocks_of(settings: Mapping[str, Any], metrics: Sequence[str], *, ranks: int) -> int | None:
+    """Blocks of one rank of vLLM, which itself counts those of all ranks together, one a rank too many."""
+    if told := first_number(settings, "pool_blocks"):
+        return told
+    found = (int(match[1]) for text in metrics if (match := _BLOCKS.search(text)))
+    blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or next(found, None)
+    return blocks // ranks - 1 if blocks else None
+
+
+def adapters_of(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Names of LoRA adapters: the keys of a mapping, or a list of names, ``NAME=PATH`` or mappings with a name."""
+    named = ((key, value) for key, value in _nested(settings) if isinstance(value, Mapping | list))
+    told = (value for key, value in named if "lora" in key or "adapter" in key)
+    return frozenset(name for value in told for name in _names(value) if name)
+
+
+def _names(value: object) -> Iterator[str]:
+    match value:
+        case str():
+            yield value.partition("=")[0]
+        case {"name": str() as name} | {"lora_name": str() as name}:
+            yield name
+        case Mapping():
+            yield from map(str, value)
+        case list():
+            for each in value:
+                yield from _names(each)
+        case _:
+            pass
+
+
+def _nested(value: object, depth: int = 0) -> Iterator[tuple[str, object]]:
+    """All names in mappings and lists, with what stands under them."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield str(name), each
+    if depth < _MOST_DEPTH and isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _nested(each, depth + 1)
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """A value that should be a mapping; an empty one if it is not."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def first_number(settings: Mapping[str, Any], *names: str) -> int | None:
+    """The first that is a positive integer of what stands under these names."""
+    for name in names:
+        found = settings.get(name)
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            return found
+    return None

@@ -1,0 +1,47 @@
+"""What notes of recorders say of an engine, in whatever words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.capture.notes import adapters_of, geometry_of, merged
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        {"attention_chunk_size": 96},
+        {"chunk": 96},
+        {"text_config": {"attention_chunk_size": 96}},
+        {"groups": [{"kind": "full_attention"}, {"kind": "chunked_local_attention", "local_chunk_tokens": 96}]},
+    ],
+)
+def test_a_chunk_is_known_under_any_name(geometry: dict[str, Any]) -> None:
+    """Among the settings, or beside its group."""
+    assert geometry_of(merged([{"geometry": geometry}])).chunk_tokens == 96
+
+
+def test_pieces_of_prompts_are_no_chunks_of_attention() -> None:
+    """SGLang's setting, and vLLM's switch, are about something else."""
+    geometry = {"chunked_prefill_size": 4096, "scheduler": {"chunked_prefill_tokens": 64}, "enable_chunks": True}
+    note = {"geometry": geometry, "info": {"other_chunk": 7}}
+
+    assert geometry_of(merged([note])).chunk_tokens is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"lora_modules": {"a": "/x", "b": "/y"}},
+        {"lora_modules": ["a=/x", "b=/y"]},
+        {"lora_paths": [{"lora_name": "a", "lora_path": "/x"}, {"name": "b", "path": "/y"}]},
+        {"lora": {"adapters": ["a", "b"]}},
+        {"adapters": ["a", "b"], "enable_lora": True, "max_loras": 2},
+    ],
+)
+def test_adapters_are_known_by_name(said: dict[str, Any]) -> None:
+    """However they are listed."""
+    assert adapters_of(merged([{"geometry": said}])) >= {"a", "b"}
+    assert not adapters_of(merged([{"geometry": said}])) & {"/x", "/y", "True", "2"}
