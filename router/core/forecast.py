@@ -8,8 +8,8 @@ are gone through in the order in which they were sent: each keeps what it finds,
   (``FreeKVCacheBlockQueue``). A request finds what one scheduled before it is about to compute.
 - SGLang gives up whole nodes of its tree, leaves first: ``core/radix_pool``. What is being computed is not found.
 
-While there is room for all, nothing of this is done. The size of the pool is the worker's word; of a vLLM that says
-none, it is the most that was held when a block had to go.
+While there is room for all, nothing of this is done. The size of the pool is the worker's word; of one that says none,
+it is the most that was held when a block had to go.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RadixPool(Pool):
 
     def anew(self) -> RadixPool:
         """One like it, of which nothing is known."""
-        return RadixPool(self._blocks, page_tokens=self._page_tokens)
+        return RadixPool(self._blocks if self._is_known else None, page_tokens=self._page_tokens)
 
     def sent(self, keys: Sequence[int], *, blocks: int, want: Want | None = None) -> Allocation:
         """A request is on its way to the rank."""
@@ -123,6 +123,15 @@ class RadixPool(Pool):
                 self._settle(each)
         if place is None and parent is not None and (waiting := self._silent.get(parent)):
             self._is_silent(next(iter(waiting)))
+
+    def removed(self, keys: Sequence[int], *, copies: int) -> None:
+        """The rank gave pages up: it was full. Where nobody says how many pages it has, they are no fewer than it held
+        then and its answers had of their own. While it gives up what nobody knows it holds more than is known.
+        """
+        if keys and not self._is_known:
+            own = sum(row.own_pages(self._page_tokens) for row in self._rows().values())
+            self._blocks = max(self._blocks or 0, copies + own)
+        super().removed(keys, copies=copies)
 
     def _settle(self, allocation: Allocation) -> None:
         super()._settle(allocation)

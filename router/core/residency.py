@@ -275,7 +275,8 @@ class Residency(LoneGroups):
             if tier != GPU or (gone := self._lose_named(rank, slot, names)) is None:
                 gone = [key for name in names if (key := self._remove_dense(rank, slot, name, tier)) is not None]
             if rank.pool is not None and tier == GPU:
-                rank.pool.guard.attempt(rank.pool.removed, gone, copies=0 if rank.adopted.has_gaps else copies)
+                is_counted = isinstance(rank.pool, RadixPool) or not rank.adopted.has_gaps
+                rank.pool.guard.attempt(rank.pool.removed, gone, copies=copies if is_counted else 0)
 
     def _lose_sparse(self, rank: RankState, slot: int, name: EngineHash, group: int) -> None:
         key, table = self._key(rank, name), self._sparse[group]

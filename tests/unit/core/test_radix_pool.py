@@ -160,6 +160,23 @@ def test_of_answers_that_are_alike_one_event_tells() -> None:
     assert not pool.pending
 
 
+def test_a_rank_that_does_not_say_how_many_pages_it_has_shows_it_as_it_gives_some_up() -> None:
+    """Six pages were cached and two more in use, and of an answer of three tokens three: eleven, and it was full. Had
+    there been others that nobody knows, they would have gone before.
+    """
+    pool = RadixPool(None, page_tokens=1)
+    for word in ("abc", "xyz"):
+        serve(pool, word)
+    pool.grows(running(pool, "uv"), lambda: 3)
+    pool.removed((), copies=8)
+    assert pool.blocks is None
+
+    pool.removed(keys("abc"), copies=8)
+    pool.removed(keys("xyz")[2:], copies=5)
+    assert pool.blocks == 11
+    assert pool.anew().blocks is None
+
+
 def test_a_prompt_that_waits_finds_what_those_before_it_have_computed() -> None:
     """Of twelve pages three are cached. A prompt of five pages and a half, and an answer of up to four more, leave
     no room for the next one until that answer ends: by then its pages are there.
