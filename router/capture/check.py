@@ -14,6 +14,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from router.capture.format import Capture, Frame, Reset, Sent
+from router.capture.restarts import noticed_restarts
 from router.core.continuity import Continuity, advance
 from router.core.continuity_types import Apply, Clear, Damaged, Event, Load, Message, Restarted
 from router.core.types import RankId, RankStatus
@@ -215,9 +216,10 @@ class _Replay:
 
 def _in_order(replay: _Replay, capture: Capture) -> Sequence[tuple[float, Callable[[], None]]]:
     """All that happened, in the order in which a router would have seen it."""
+    restarts = noticed_restarts(capture.frames, capture.requests or (), capture.resets)
     happenings: list[tuple[float, int, Callable[[], None]]] = [
         *((frame.at, 0, partial(replay.frame, frame)) for frame in capture.frames),
-        *((reset.at, 1, partial(replay.reset, reset)) for reset in capture.resets),
+        *((reset.at, 1, partial(replay.reset, reset)) for reset in (*capture.resets, *restarts)),
     ]
     for number, request in enumerate(capture.requests or ()):
         first = request.first_token_at if request.first_token_at is not None else request.finished_at
