@@ -48,7 +48,8 @@ def geometry_of(settings: Mapping[str, Any]) -> Geometry:
 
 def block_tokens_of(settings: Mapping[str, Any]) -> int | None:
     """Tokens of the smallest unit that can be found again."""
-    return first_number(settings, "hash_block_size", "prefix_match_unit", "match_unit", "block_size")
+    units = [name for name in settings if "match_unit" in name.replace("-", "_")]
+    return first_number(settings, "hash_block_size", *units, "block_size")
 
 
 def pool_tokens_of(settings: Mapping[str, Any]) -> int | None:

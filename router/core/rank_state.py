@@ -107,6 +107,7 @@ class RankState:
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
+    ``met`` tells of each group what its first event did.
     """
 
     bit: int
@@ -125,6 +126,7 @@ class RankState:
     keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unplaced: list[BlockStored] = field(default_factory=list)
+    met: list[BlockStored] = field(default_factory=list)
     is_lone: bool = False
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()

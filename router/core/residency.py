@@ -60,8 +60,20 @@ class Residency(LoneGroups):
         elif rank.rules[event.group].kind is not Kind.UNUSED:
             self._store_sparse(rank, slot, event)
 
+    def met(self, slot: int) -> Sequence[BlockStored]:
+        """What a rank's groups are, as events of no blocks."""
+        return self._ranks[slot].met
+
+    def meet(self, slot: int, groups: Iterable[BlockStored]) -> None:
+        """What a rank's groups are, where another index has met them. Of one whose prompts' ends are found inside a
+        block the first event that is heard here may tell of such an end.
+        """
+        for event in groups:
+            self._meet_group(self._ranks[slot], slot, event)
+
     def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A group's first event tells what it is. The first dense one carries the chains."""
+        rank.met.append(replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None))
         rule = self._rule(rank, event)
         if rule.kind is Kind.DENSE and rank.dense_group is None:
             rank.dense_group = event.group

@@ -296,7 +296,9 @@ class Fleet:
         return self.apply(slot, snapshot.batch, now=now)
 
     def _join_index(self, member: Member, block_tokens: int) -> None:
+        groups: Sequence[BlockStored] = ()
         if member.index is not None:
+            groups = member.index.met(member.slot)
             member.index.remove_rank(member.slot)
             member.index.provisional.forget(member.slot)
         key = (member.models, block_tokens)
@@ -312,6 +314,7 @@ class Fleet:
         is_radix = member.target.engine is Engine.SGLANG
         pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks, all_blocks=member.pool_blocks)
         member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
+        member.index.meet(member.slot, groups)
         self._measure(member)
 
     def _note_failed_forecast(self, slot: int, error: Exception) -> None:

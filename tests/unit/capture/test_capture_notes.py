@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.capture.notes import adapters_of, geometry_of, merged
+from router.capture.notes import adapters_of, block_tokens_of, geometry_of, merged
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,9 @@ def test_adapters_are_known_by_name(said: dict[str, Any]) -> None:
     """However they are listed."""
     assert adapters_of(merged([{"geometry": said}])) >= {"a", "b"}
     assert not adapters_of(merged([{"geometry": said}])) & {"/x", "/y", "True", "2"}
+
+
+@pytest.mark.parametrize("name", ["hash_block_size", "match_unit", "prefix_match_unit", "prefix-match-unit"])
+def test_units_within_a_block_are_known_under_any_name(name: str) -> None:
+    """They go before the block."""
+    assert block_tokens_of(merged([{"geometry": {"block_size": 96, name: 32}}])) == 32

@@ -157,6 +157,26 @@ def test_the_block_size_is_learned_from_events() -> None:
     assert [world.fleet.member(slot).block_tokens for slot in (quiet, wrong)] == [16, 16]
 
 
+def test_what_groups_are_is_known_still_once_a_smaller_unit_turns_up() -> None:
+    """Blocks of 48 tokens, in which a prompt of 64 ends: by its last 16 the end is met, and all is to be heard anew."""
+    world = World()
+    slot = world.add("a", block_tokens=None)
+    kinds = ("mamba", "full_attention")
+    blocks = [BlockStored((1,), None, TOKENS[:48], 48, group=at, kind=kind) for at, kind in enumerate(kinds)]
+    ends = [BlockStored((2,), 1, TOKENS[48:], 16, group=at, kind=kind) for at, kind in enumerate(kinds)]
+    world.publish(slot, *blocks)
+    assert world.reusable() == {slot: 48}
+
+    is_whole = world.fleet.apply(slot, EventBatch(world.now, tuple(ends)), now=world.now)
+    assert not is_whole
+    assert world.reusable() == {}
+
+    world.publish(slot, *blocks)
+    assert world.reusable() == {slot: 48}
+    world.publish(slot, *ends)
+    assert world.reusable() == {slot: 64}
+
+
 def test_a_cleared_rank_holds_nothing_and_the_cause_is_counted() -> None:
     """Another rank keeps what it has."""
     world = World()
