@@ -192,8 +192,10 @@ class Pool:
         """How many of the first ``depth`` blocks will be there. ``copies`` is all that the rank holds now."""
         if not self.pending or self._blocks is None or len(self.pending) > MAX_PENDING or copies > self._blocks:
             return depth
-        # A request that runs holds a block begun. Where that does not fit, one has ended that seems to run.
-        room = max(0, self._blocks - copies - len(self._running))
+        # A request that runs holds a block begun, which counts already while its prompt is unheard of. Where that does
+        # not fit, one has ended that seems to run.
+        begun = len(self._running.keys() - self.pending.keys())
+        room = max(0, self._blocks - copies - begun)
         if room >= self._pending_blocks:
             return depth
         if self._forecast is None:

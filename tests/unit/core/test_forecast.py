@@ -57,6 +57,16 @@ def test_an_answer_whose_events_are_due_has_taken_its_blocks() -> None:
     assert kept(pool, "uvwrs", copies=6) == 5
 
 
+def test_the_first_token_of_a_request_whose_event_is_due_takes_no_other_block() -> None:
+    """The four blocks that it was sent for are those that it has."""
+    pool = Pool(8)
+    serve(pool, "abc")
+    serve(pool, "xyz")
+    pool.begun(pool.sent(keys("uvw"), blocks=4))
+
+    assert kept(pool, "abc", copies=6) == 1
+
+
 def test_a_failed_request_takes_nothing() -> None:
     """As long as it was under way it did."""
     pool = Pool(8)
