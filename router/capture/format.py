@@ -134,7 +134,7 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         requests=sorted(sent, key=lambda request: request.at) if requests is not None else None,
         resets=sorted(resets, key=lambda reset: reset.at),
         geometry=geometry_of(settings),
-        block_tokens=block_tokens_of(settings),
+        block_tokens=block_tokens_of(settings, metrics),
         pool_tokens=pool_tokens_of(settings),
         pool_blocks=pool_blocks_of(settings, metrics, ranks=1 + max((message.rank for message in messages), default=0)),
         prefill_chunk_tokens=first_number(settings, "chunked_prefill_size"),

@@ -11,7 +11,8 @@ from typing import Any
 
 from router.core.usable import Geometry
 
-_BLOCKS = re.compile(r'vllm:cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
+#: Of the settings that vLLM has among its metrics.
+_SETTING = r'vllm:cache_config_info\{{[^}}]*\b{}="(\d+)"'
 #: Settings may be nested so deep.
 _MOST_DEPTH = 4
 
@@ -46,10 +47,11 @@ def geometry_of(settings: Mapping[str, Any]) -> Geometry:
     return Geometry(chunk_tokens=chunk_tokens, eagle=bool(settings.get("eagle") or settings.get("use_eagle")))
 
 
-def block_tokens_of(settings: Mapping[str, Any]) -> int | None:
+def block_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int | None:
     """Tokens of the smallest unit that can be found again."""
     units = [name for name in settings if "match_unit" in name.replace("-", "_")]
-    return first_number(settings, "hash_block_size", *units, "block_size")
+    told = first_number(settings, "hash_block_size", *units, "block_size")
+    return told or _metric(metrics, "prefix_match_unit") or _metric(metrics, "block_size")
 
 
 def pool_tokens_of(settings: Mapping[str, Any]) -> int | None:
@@ -65,9 +67,13 @@ def pool_blocks_of(settings: Mapping[str, Any], metrics: Sequence[str], *, ranks
     """Blocks of one rank of vLLM, which itself counts those of all ranks together, one a rank too many."""
     if told := first_number(settings, "pool_blocks"):
         return told
-    found = (int(match[1]) for text in metrics if (match := _BLOCKS.search(text)))
-    blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or next(found, None)
+    blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or _metric(metrics, "num_gpu_blocks")
     return blocks // ranks - 1 if blocks else None
+
+
+def _metric(metrics: Sequence[str], name: str) -> int | None:
+    setting = re.compile(_SETTING.format(name))
+    return next((int(match[1]) for text in metrics if (match := setting.search(text))), None)
 
 
 def adapters_of(settings: Mapping[str, Any]) -> frozenset[str]:

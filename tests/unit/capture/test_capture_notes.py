@@ -50,4 +50,13 @@ def test_adapters_are_known_by_name(said: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["hash_block_size", "match_unit", "prefix_match_unit", "prefix-match-unit"])
 def test_units_within_a_block_are_known_under_any_name(name: str) -> None:
     """They go before the block."""
-    assert block_tokens_of(merged([{"geometry": {"block_size": 96, name: 32}}])) == 32
+    assert block_tokens_of(merged([{"geometry": {"block_size": 96, name: 32}}]), []) == 32
+
+
+def test_where_no_note_tells_the_block_vllms_metrics_do() -> None:
+    """As a router that registers the worker asks for it."""
+    metrics = 'vllm:cache_config_info{_block_size_resolved="True",block_size="64",prefix_match_unit="None",x="1"} 1.0'
+
+    assert block_tokens_of({}, ["other", metrics]) == 64
+    assert block_tokens_of({}, [metrics.replace('"None"', '"16"')]) == 16
+    assert block_tokens_of({}, []) is None

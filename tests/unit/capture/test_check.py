@@ -68,7 +68,7 @@ def test_what_an_engine_reported_was_predicted(name: str, requests: int, least_e
 
 def test_without_events_only_what_was_sent_is_known() -> None:
     """The same requests with no stream at all: fewer are right, so it is the events that make them so."""
-    capture = read_capture(captured("tiny-qwen3"), CAPTURES / "tiny-qwen3.requests.jsonl.gz")
+    capture = read_capture(captured("tiny-gemma3-swa"), CAPTURES / "tiny-gemma3-swa.requests.jsonl.gz")
 
     assert check(replace(capture, frames=())).exact < check(capture).exact - 5
 
