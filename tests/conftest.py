@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Triton decides at import whether its kernels run in the interpreter, and transformers imports it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Everyone runs the same examples, so a failure is the change's own. HYPOTHESIS_PROFILE=random looks for new ones.
-settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,23 @@ def test_one_field_is_set_and_every_other_byte_kept(
     edited = with_field(request, NAME, value)
     assert json.loads(edited) == {**fields, NAME: value}
     assert edited == document(change=True).encode()
+
+
+@pytest.mark.parametrize("letter", ["x", "\\n", '",1,"'])
+def test_an_edit_costs_no_more_than_the_edited_body(letter: str) -> None:
+    """Whatever the body is made of: matching that remembers ways back takes a hundred times its size."""
+    prompt = letter * 500_000
+    body = f'{{"prompt": ["{prompt}"], "{NAME}": 1, "model": "m"}}'.encode()
+    fields = {"prompt": None, NAME: None, "model": None}
+    request = InferenceRequest(Endpoint.COMPLETIONS, "m", stream=False, max_tokens=None, fields=fields, body=body)
+    tracemalloc.start()
+    try:
+        edited = with_field(request, NAME, 2)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert edited == body.replace(f'"{NAME}": 1'.encode(), f'"{NAME}": 2'.encode())
+    assert peak < 3 * len(body)
 
 
 # --- errors ----------------------------------------------------------------------------------------
