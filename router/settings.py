@@ -126,11 +126,13 @@ class ServerSettings(_Slice):
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024
     max_headers: Annotated[int, Field(ge=8)] = 128
     header_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
-    body_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    body_timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="Within so long a body must come, or at least another 64 KiB of it."
+    )
     keepalive_seconds: Annotated[float, Field(gt=0)] = 75.0
     unready_seconds: Annotated[float, Field(ge=0)] = Field(
         0.0,
-        description="After SIGTERM /readyz says no and all are still served for so long, for load balancers to see.",
+        description="After SIGTERM /readyz says no and all are still served, one answer a connection, for so long.",
     )
     shutdown_seconds: Annotated[float, Field(ge=0)] = Field(
         30.0, description="Then no more come in, and answers may end for so long."

@@ -85,7 +85,6 @@ class Arrival:
         self._leave: Callable[[], object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._held: Prepared | None = None
-        #: What is done when there is room for it.
         #: What is called in place of ``_send``, which would tie the request to itself until a collection.
         self._send_on: Callable[[], None] | None = None
 
@@ -119,13 +118,13 @@ class Arrival:
             exchange.expire_after(
                 _seconds(timeout), UpstreamTimeout("The request's own time is over.", code="deadline")
             )
-        gate = self._arrivals.gate
+        priority, gate = _priority(headers, of_key=exchange.priority), self._arrivals.gate
         if gate is None:
             return self._prepare()
         waiter = gate.enter(
             exchange.client.loop,
             tenant=exchange.tenant,
-            priority=_priority(headers, of_key=exchange.priority),
+            priority=priority,
             go=self._go,
             late=self._give_up,
         )

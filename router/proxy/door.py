@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
+import termios
 from typing import TYPE_CHECKING, Final, Protocol
 
 from router.errors import Dialect, RequestError
@@ -70,3 +73,15 @@ def has_left(transport: asyncio.Transport) -> bool:
     except OSError:  # no TCP
         return False
     return state[0] in _CLOSED_STATES
+
+
+def has_unread(transport: asyncio.Transport) -> bool:
+    """Whether the peer has sent something that has not been read, as far as the system tells."""
+    connection = transport.get_extra_info("socket")
+    if connection is None:
+        return False
+    try:
+        waiting = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+    except OSError:  # no longer a connection
+        return False
+    return struct.unpack("i", waiting) != (0,)

@@ -152,8 +152,10 @@ class DataPlane:
         )
 
     def retire(self) -> None:
-        """Be ready no more, and serve whoever comes all the same until ``drain``."""
+        """Be ready no more, and serve whoever comes all the same until ``drain``, for one answer on each connection."""
         self._retired = True
+        for client in tuple(self._clients):
+            client.part()
 
     async def drain(self, seconds: float) -> None:
         """Stop listening and let answers end for ``seconds``; what is left then ends with an error."""
@@ -205,6 +207,8 @@ class DataPlane:
             return
         self._addresses[client] = address
         self._clients.add(client)
+        if self._retired:
+            client.part()
         if self._draining:
             client.drain()
 

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Final, cast
 
 from router.errors import Dialect, NoWorker, RequestError, RequestTimeout, to_answer
-from router.proxy.door import Door, Serving, has_left
+from router.proxy.door import Door, Serving, has_left, has_unread
 from router.proxy.watchdog import Watchdog
 from router.wire import http1
 from router.wire.http1 import HttpRequest, Phase, RequestHead, RequestReader
@@ -20,6 +20,8 @@ _MAX_QUEUED_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
 #: After a refusal the client may still be sending. Closing at once would reset the connection under the answer.
 _LINGER_SECONDS = 2.0
+#: A body may take its time as long as so much of it comes within the time for bodies.
+_PROGRESS_BYTES = 64 * 1024
 _READING: Final = frozenset({Phase.HEAD, Phase.BODY})
 
 
@@ -55,7 +57,8 @@ class ClientConnection:
         self._looking: asyncio.TimerHandle | None = None
         self._writing_paused = False
         self._lingering = False
-        self._draining = False
+        self._parting = self._draining = False
+        self._timed_bytes = 0
         # The answer being written:
         self._request: HttpRequest | None = None
         self._head = b""
@@ -81,6 +84,9 @@ class ClientConnection:
         phase = reader.phase
         if phase is not self._phase or (ready and phase is not Phase.IDLE):
             self._phase_changed(phase)
+        if phase is Phase.BODY and reader.body_bytes - self._timed_bytes >= _PROGRESS_BYTES:
+            self._timed_bytes = reader.body_bytes
+            self._watchdog.set(self._body_seconds)
         if ready and not self._busy:
             self._advance()
         if (self._queue or (self._busy and phase is not Phase.IDLE)) and self._is_full():
@@ -127,6 +133,7 @@ class ClientConnection:
             if refusal is not None:
                 self._refuse(refusal)
                 return
+            self._timed_bytes = 0
             self._watchdog.set(self._body_seconds)
             self._send_continue()
             if self._reader.awaits_continue:
@@ -230,13 +237,13 @@ class ClientConnection:
         self._request = request
         self._head = b""
         self._chunked = False
-        self._close_after = self._draining or not request.head.keep_alive
+        self._close_after = self._parting or not request.head.keep_alive
         self.begun = False
 
     def _rest(self) -> None:
         """Nothing to serve: wait for more."""
         if self._draining and self._phase not in _READING:
-            self.close()
+            self._depart()
         elif self._queue:  # the client pipelines requests but does not read the answers
             self._watchdog.set(self._body_seconds)
         elif self._phase is Phase.IDLE:
@@ -363,15 +370,26 @@ class ClientConnection:
         self._lingering = True
         self._begin(HttpRequest(RequestHead("GET", b"", [], keep_alive=False)))
         self.answer_error(error)
-        if lingers:
-            self._linger()
-        else:
-            self.close()
+        return self._linger() if lingers else self.close()
+
+    def part(self) -> None:
+        """Let answers that have not begun say that they are the last on this connection."""
+        self._parting = True
+        if self._request is not None and not self.begun:
+            self._close_after = True
 
     def drain(self) -> None:
         """Close once idle; what is being served may end, and what is being read be served."""
-        self._draining = self._close_after = True
+        self.part()
+        self._draining = True
         if not self._busy and self._phase not in _READING:
+            self._depart()
+
+    def _depart(self) -> None:
+        """Close, unless the client has asked something that has not been read yet: then after the answer."""
+        if self._transport is not None and has_unread(self._transport):
+            self._watchdog.set(_LINGER_SECONDS)
+        else:
             self.close()
 
     def stop(self) -> None:

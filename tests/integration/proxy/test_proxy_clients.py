@@ -125,6 +125,24 @@ async def test_refusals_have_an_id(sent: bytes) -> None:
         writer.close()
 
 
+async def test_a_body_takes_its_time_as_long_as_it_comes() -> None:
+    """Twice the time for bodies, 64 KiB within each; what stops is refused."""
+    server = ServerSettings(port=0, body_timeout_seconds=0.6)
+    piece = b"x" * 64 * 1024
+    whole = b'{"model": "m", "prompt": "%b"}' % (4 * piece)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(whole)
+    async with FaultWorker() as worker, rig(target(worker.port), server=server) as it:
+        for pieces, status in ((5, 200), (4, 408)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(head)
+            for number in range(pieces):
+                await asyncio.sleep(0.3)
+                writer.write(whole[number * len(piece) : (number + 1) * len(piece)])
+            async with asyncio.timeout(3):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 %d " % status)
+            writer.close()
+
+
 async def test_expect_continue() -> None:
     """A client that waits before its body is told to go on, once."""
     async with FaultWorker() as worker, rig(target(worker.port)) as it:

@@ -30,6 +30,40 @@ async def test_drain_lets_streams_end() -> None:
         await idle.close()
 
 
+async def test_what_was_sent_before_the_drain_is_answered() -> None:
+    """An idle client's request that the router has not read yet; a stray line end keeps nobody."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        clients = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
+        await until(lambda: it.count("homing_connections") == 2)
+        clients[0][1].write(raw())
+        clients[1][1].write(b"\r\n")
+        draining = asyncio.create_task(it.plane.drain(5))
+        async with asyncio.timeout(4):
+            answered = await clients[0][0].read()
+            assert await clients[1][0].read() == b""
+            await draining
+        assert answered.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answered
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_while_unready_answers_are_the_last_on_their_connections() -> None:
+    """Of who was there before and of who comes: all are served and know where they stand before the listener closes."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        idle, busy = await it.connect(), await it.connect()
+        await busy.send(ASK)
+        it.plane.retire()
+        late = await it.connect()
+        for client in (idle, late):
+            await client.send(ASK)
+        for client in (busy, idle, late):
+            answer_ = await client.answer()
+            assert (answer_.status, answer_.headers["connection"]) == (200, "close")
+            assert await client.reader.read() == b""
+            await client.close()
+
+
 async def test_drain_serves_what_is_being_sent() -> None:
     """A request whose body is on its way when the router goes is served; one that never ends is told why not."""
     whole = raw()
