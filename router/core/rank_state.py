@@ -126,7 +126,7 @@ class RankState:
     keeps_all: dict[int, bool] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unplaced: list[BlockStored] = field(default_factory=list)
-    met: list[BlockStored] = field(default_factory=list)
+    met: dict[int, BlockStored] = field(default_factory=dict)
     is_lone: bool = False
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()

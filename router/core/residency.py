@@ -52,6 +52,8 @@ class Residency(LoneGroups):
         rank = self._ranks[slot]
         if event.group != rank.dense_group and event.group not in rank.rules:
             self._meet_group(rank, slot, event)
+        elif event.block_tokens > rank.met[event.group].block_tokens:
+            self._meet_anew(rank, slot, event)
         if event.group == rank.dense_group:
             if event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
                 self._store_dense(rank, slot, event)
@@ -62,7 +64,7 @@ class Residency(LoneGroups):
 
     def met(self, slot: int) -> Sequence[BlockStored]:
         """What a rank's groups are, as events of no blocks."""
-        return self._ranks[slot].met
+        return list(self._ranks[slot].met.values())
 
     def meet(self, slot: int, groups: Iterable[BlockStored]) -> None:
         """What a rank's groups are, where another index has met them. Of one whose prompts' ends are found inside a
@@ -71,9 +73,25 @@ class Residency(LoneGroups):
         for event in groups:
             self._meet_group(self._ranks[slot], slot, event)
 
+    def _meet_anew(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """What was heard of a group so far were prompts' ends inside its blocks: who begins to listen late hears those
+        first. What they were taken for goes, of all groups that were alike.
+        """
+        before = rank.met[event.group].block_tokens
+        met = [
+            replace(each, block_tokens=event.block_tokens) if each.block_tokens == before else each
+            for each in rank.met.values()
+        ]
+        if rank.rules:
+            rank.pool = None
+        self.clear(slot)
+        rank.dense_group, rank.rules, rank.has_tails = None, {}, False
+        rank.met.clear()
+        self.meet(slot, met)
+
     def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A group's first event tells what it is. The first dense one carries the chains."""
-        rank.met.append(replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None))
+        rank.met[event.group] = replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None)
         rule = self._rule(rank, event)
         if rule.kind is Kind.DENSE and rank.dense_group is None:
             rank.dense_group = event.group

@@ -370,6 +370,16 @@ def test_a_prompts_end_is_found_inside_a_block(index: PrefixIndex) -> None:
     assert found(12) == 6
 
 
+def test_a_block_is_known_for_one_though_ends_inside_blocks_were_heard_first(index: PrefixIndex) -> None:
+    """Who begins to listen late takes them for blocks, until the first that is larger: then all is as for others."""
+    for group in (1, 0):
+        index.apply(0, unit(TOKENS[:11], 5, group))
+    assert index.stride(0) == 1
+
+    test_a_prompts_end_is_found_inside_a_block(index)
+    assert index.stride(0) == 3
+
+
 def test_a_prompts_end_is_promised_where_such_ends_are_known(index: PrefixIndex) -> None:
     """From the first event of that kind on the next prompt's end counts at once, and is confirmed by its events."""
     test_a_prompts_end_is_found_inside_a_block(index)
