@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import socket
-import struct
-import termios
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from router.errors import Dialect, RequestError
 from router.settings import ServerSettings
@@ -16,9 +11,6 @@ from router.wire.known_heads import KnownHeads
 
 if TYPE_CHECKING:
     from router.proxy.server import ClientConnection
-
-#: Linux's numbers for a connection whose peer has reset it, or has said that nothing more comes.
-_CLOSED_STATES: Final = frozenset({7, 8})
 
 
 class Serving(Protocol):
@@ -60,28 +52,3 @@ class Door(Protocol):
 
     def left(self, client: ClientConnection, *, midway: bool) -> None:
         """The connection is gone; ``midway``: the client left before its answer had ended."""
-
-
-def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the peer has closed a connection that is not being read, as far as the system tells."""
-    connection = transport.get_extra_info("socket")
-    option = getattr(socket, "TCP_INFO", None)
-    if connection is None or option is None:
-        return False
-    try:
-        state: bytes = connection.getsockopt(socket.IPPROTO_TCP, option, 1)
-    except OSError:  # no TCP
-        return False
-    return state[0] in _CLOSED_STATES
-
-
-def has_unread(transport: asyncio.Transport) -> bool:
-    """Whether the peer has sent something that has not been read, as far as the system tells."""
-    connection = transport.get_extra_info("socket")
-    if connection is None:
-        return False
-    try:
-        waiting = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
-    except OSError:  # no longer a connection
-        return False
-    return struct.unpack("i", waiting) != (0,)

@@ -18,6 +18,7 @@ from structlog.typing import FilteringBoundLogger
 from router.core.keys import Keyring, Role
 from router.errors import Dialect, MethodNotAllowed, NotFound, RequestError
 from router.proxy.arrival import Arrivals
+from router.proxy.client_sockets import accept_all
 from router.proxy.exchange import Exchange
 from router.proxy.forwarder import Forwarder
 from router.proxy.instruments import Instruments
@@ -160,9 +161,9 @@ class DataPlane:
     async def drain(self, seconds: float) -> None:
         """Stop listening and let answers end for ``seconds``; what is left then ends with an error."""
         self._retired = self._draining = True
-        if self._server is not None:
-            self._server.close()
-        for client in tuple(self._clients):
+        clients = tuple(self._clients)
+        await self._stop_listening()
+        for client in clients:
             client.drain()
         await self._until_empty(seconds)
         for client in tuple(self._clients):
@@ -175,6 +176,16 @@ class DataPlane:
             client.abort()
         self._pool.close()
         await asyncio.sleep(_HANGING_UP_SECONDS)
+
+    async def _stop_listening(self) -> None:
+        """Take in whoever the system has connected already, whom the end of the listener would cut off."""
+        if self._server is None:
+            return
+        connected = [each for listening in self._server.sockets for each in accept_all(listening.fileno())]
+        self._server.close()
+        loop = asyncio.get_running_loop()
+        for each in connected:
+            await loop.connect_accepted_socket(partial(self._open, self._tls), each)
 
     async def _until_empty(self, seconds: float) -> None:
         if not self._clients:
@@ -207,10 +218,10 @@ class DataPlane:
             return
         self._addresses[client] = address
         self._clients.add(client)
-        if self._retired:
-            client.part()
         if self._draining:
-            client.drain()
+            client.drain(waits=True)
+        elif self._retired:
+            client.part()
 
     def _admit_handshake(self, address: str) -> bool:
         refusal = self._limits.admit(address)

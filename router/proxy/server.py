@@ -7,13 +7,13 @@ from collections import deque
 from typing import Final, cast
 
 from router.errors import Dialect, NoWorker, RequestError, RequestTimeout, to_answer
-from router.proxy.door import Door, Serving, has_left, has_unread
+from router.proxy.client_sockets import has_left, has_unread
+from router.proxy.door import Door, Serving
 from router.proxy.watchdog import Watchdog
 from router.wire import http1
 from router.wire.http1 import HttpRequest, Phase, RequestHead, RequestReader
 
-#: Pipelined requests that may wait behind the one being served, and bytes of their bodies, the one that is being read
-#: among them; then the client is read no further.
+#: Pipelined requests that may wait behind the one being served, and bytes of bodies; then the client is not read.
 _MAX_QUEUED = 8
 _MAX_QUEUED_BYTES = 1024 * 1024
 #: While nothing is read of a client, so often is looked whether it has left.
@@ -378,16 +378,16 @@ class ClientConnection:
         if self._request is not None and not self.begun:
             self._close_after = True
 
-    def drain(self) -> None:
-        """Close once idle; what is being served may end, and what is being read be served."""
+    def drain(self, *, waits: bool = False) -> None:
+        """Close once idle, who ``waits`` after a request; what is served or read may end."""
         self.part()
         self._draining = True
         if not self._busy and self._phase not in _READING:
-            self._depart()
+            self._depart(waits=waits)
 
-    def _depart(self) -> None:
+    def _depart(self, *, waits: bool = False) -> None:
         """Close, unless the client has asked something that has not been read yet: then after the answer."""
-        if self._transport is not None and has_unread(self._transport):
+        if waits or (self._transport is not None and has_unread(self._transport)):
             self._watchdog.set(_LINGER_SECONDS)
         else:
             self.close()

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from router.settings import ServerSettings, UpstreamSettings
+from router.settings import QueueSettings, ServerSettings, UpstreamSettings
 from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Move, Script, answer, chunk, stream_head
 from tests.fakes.proxy_rig import ASK, CHAT, STREAM, raw, rig, target, until
 
@@ -141,6 +141,18 @@ async def test_a_body_takes_its_time_as_long_as_it_comes() -> None:
             async with asyncio.timeout(3):
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 %d " % status)
             writer.close()
+
+
+@pytest.mark.parametrize("max_inflight", [0, 8])
+async def test_a_priority_that_is_none_is_refused(max_inflight: int) -> None:
+    """Whether or not anybody has to wait."""
+    queue = QueueSettings(max_inflight=max_inflight)
+    async with FaultWorker() as worker, rig(target(worker.port), queue=queue) as it:
+        client = await it.connect()
+        for priority, status in (("low", 200), ("HIGH", 200), ("urgent", 400)):
+            await client.send(ASK, headers={"x-request-priority": priority})
+            assert (await client.answer()).status == status
+        await client.close()
 
 
 async def test_expect_continue() -> None:

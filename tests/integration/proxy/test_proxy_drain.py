@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -46,6 +47,21 @@ async def test_what_was_sent_before_the_drain_is_answered() -> None:
         assert b"connection: close" in answered
         for _, writer in clients:
             writer.close()
+
+
+async def test_who_has_connected_before_the_drain_is_let_in() -> None:
+    """In the eyes of the system, not of the router yet: one that has asked, and one that asks a little later."""
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        connected = [socket.create_connection(("127.0.0.1", it.port)) for _ in range(2)]
+        connected[0].sendall(raw())
+        draining = asyncio.create_task(it.plane.drain(5))
+        clients = [await asyncio.open_connection(sock=each) for each in connected]
+        clients[1][1].write(raw())
+        async with asyncio.timeout(4):
+            for reader, writer in clients:
+                assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+                writer.close()
+            await draining
 
 
 async def test_while_unready_answers_are_the_last_on_their_connections() -> None:
