@@ -12,9 +12,9 @@
   factor has two parts. The turns that follow lose what this one loses, as many as are expected: for agents, which come
   back, ``move_weight``, for readers few. And computing again what home holds keeps everybody waiting where it is done,
   the longer the busier those ranks are: those who queue, by rho / (1 - rho) for a second of work, and where nobody's
-  next turn depends on it all who come before the queue is empty again, by 2 (rho / (1 - rho))^2. rho is the mean of the
-  other ranks, home left out: a queue at home makes nobody stay. Nor does a slow home: what it holds is computed again
-  at the others' pace, where that is faster. What home would load counts once only.
+  next turn depends on it all who come before the queue is empty again: for each who waits now rho / (1 - rho) more. rho
+  and the queue are means of the other ranks, home left out: a queue at home makes nobody stay. Nor does a slow home:
+  what it holds is computed again at the others' pace, where that is faster. What home would load counts once only.
 
 Requests without a home, or with one that has nothing for them, cost others something too by where they go. It is part
 of the move's term.
@@ -59,10 +59,6 @@ _FOLLOWERS, _FOLLOWING_AGENTS = 3.0, 1.0
 _SHARED_CREDIT_RATIO = 1.0 / (1.0 + _FOLLOWERS)
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
-#: How much a second of work makes others wait, in squares of rho / (1 - rho). Beside rho / (1 - rho) itself it costs
-#: readers 1 % of their mean first-token time where ranks are half busy, and saves them 4 % near saturation. Twice as
-#: much costs the former 2 % more.
-_DELAY_WEIGHT = 2.0
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
 _BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
 #: Ranks are never taken to be busier than this, or nothing would ever move.
@@ -133,7 +129,8 @@ def prices(
         others = [number for number, rank in enumerate(ranks) if rank.slot != home.slot]
         mean_busy = sum([min(_LARGEST_BUSY_RATIO, busy[number]) for number in others]) / max(1, len(others))
         queue_ratio = mean_busy / (1.0 - mean_busy)
-        delay = _DELAY_WEIGHT * queue_ratio * queue_ratio
+        mean_waiting = sum([ranks[number].load.waiting for number in others]) / max(1, len(others))
+        delay = queue_ratio * mean_waiting
         factor = delay + request.return_ratio * (parameters.move_weight + queue_ratio - delay)
         leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
         others_factor = sum([ranks[number].pace.factor for number in others]) / max(1, len(others))

@@ -147,21 +147,21 @@ def test_a_head_that_is_ready_anywhere_is_made_ready_nowhere_else(
 
 
 @pytest.mark.parametrize(
-    ("recent_seconds", "bound_seconds"),
+    ("recent_seconds", "waiting", "bound_seconds"),
     [
-        (0.0, 0.9),  # idle ranks: the work alone, 1.0 s elsewhere and 0.1 s at home
-        (
-            129.84,
-            3.6,
-        ),  # rho = 0.5: 2 * 1 * 0.9 more, and 2 * 0.5 * (1.0 - 0.1) for the busy rank it would be brought to
-        (194.77, 18.45),  # rho = 0.75: 2 * 9 * 0.9, and 2 * 0.75 * (1.0 - 0.1)
+        (0.0, 0, 0.9),  # idle ranks: the work alone, 1.0 s elsewhere and 0.1 s at home
+        (129.84, 0, 1.8),  # rho = 0.5: 2 * 0.5 * (1.0 - 0.1) more for the busy rank it would be brought to
+        (129.84, 2, 3.6),  # and 2 * 1 * 0.9 for those who come before the two that wait there are served
+        (194.77, 6, 18.45),  # rho = 0.75: 6 * 3 * 0.9, and 2 * 0.75 * (1.0 - 0.1)
     ],
 )
-def test_readers_stay_where_ranks_are_busy(recent_seconds: float, bound_seconds: float) -> None:
-    """Of conversations that do not come back: rho is the recent seconds times ln 2 / 180 s; 900 tokens are at home."""
+def test_readers_stay_where_ranks_are_busy(recent_seconds: float, waiting: int, bound_seconds: float) -> None:
+    """Of conversations that do not come back: rho is the recent seconds times ln 2 / 180 s; 900 tokens are at home.
+    Those who wait elsewhere are short, and count by their number alone."""
     for queued_seconds, slot in ((bound_seconds - 0.05, 0), (bound_seconds + 0.05, 1)):
         fleet = Fleet(2)
         fleet.ranks[0].load.waiting, fleet.ranks[0].load.waiting_seconds = 1, queued_seconds
+        fleet.ranks[1].load.waiting = waiting
         for rank in fleet.ranks:
             rank.load.recent_seconds = recent_seconds
         asked = request(reusable_tokens={0: 900}, home=0, return_ratio=0.0)
