@@ -24,7 +24,8 @@ ENV PATH=/opt/homing/bin:$PATH \
     HOMING__SERVER__HOST=0.0.0.0
 USER 10001:10001
 EXPOSE 8000 8001
-# Alive, not ready: a router without workers is to be reported, not restarted.
+# Alive, not ready: a router without workers is to be reported, not restarted. At the admin port, for the other one refuses
+# all who come when it is full.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=20s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8001/health', timeout=2)"]
 ENTRYPOINT ["homing", "router"]
