@@ -158,8 +158,14 @@ class PrefixIndex(Residency):
         ends = keys if stride == 1 else keys[stride - 1 :: stride]
         if isinstance(pool, SharedPool):
             forecast = pool.forecast(copies=copies, is_spared=is_spared)
-            kept = depth if forecast is None else forecast.depth(ends, depth // stride) * stride
-            return self._usable(rank, keys, kept, forecast)
+            while forecast is not None:
+                kept = forecast.depth(ends, depth // stride) * stride
+                units = self._usable(rank, keys, kept, forecast)
+                later = pool.step_after(forecast) if forecast.comes_too_soon(ends, units // stride) else None
+                if later is None:
+                    return units
+                forecast = later
+            return self._usable(rank, keys, depth)
         if isinstance(pool, RadixPool):
             return self._usable(rank, keys, pool.kept(ends, depth // stride, copies=copies, want=want) * stride)
         assert pool is not None, "it has requests pending"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from router.core.rank_state import RankState, keys_of_event
+from router.core.shared_pool import SharedPool
 from router.core.tables import CopyTable
 from router.core.taking_over import TakingOver
 from router.core.usable import Kind, slots_of
@@ -26,6 +27,8 @@ class LoneGroups(TakingOver):
         """A batch of a rank's events has been applied whole."""
         self.provisional.settle()
         rank = self._ranks[slot]
+        if isinstance(rank.pool, SharedPool):
+            rank.pool.guard.attempt(rank.pool.batch_ended)
         if not rank.unplaced:
             return
         rank.is_lone = all(rule.kind is Kind.WINDOW for rule in rank.rules.values())

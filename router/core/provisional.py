@@ -4,7 +4,8 @@ Engines' events come up to a second late. What a dispatched request will store c
 so that a second request for the same prompt, in the same instant, finds it. Each promise ends in one of three ways:
 
 - an event *confirms* a block: from then on the events alone speak of it;
-- the prompt's last block is confirmed: what else the request had promised, and no event brought, was promised wrongly;
+- an event ends with the prompt's last block: what else the request had promised, and none brought, was promised wrongly
+  (where that block lies inside an event, the event is of another prompt, which goes on behind this one);
 - the request failed, or ended some time ago: its ticket is dropped.
 """
 
@@ -98,6 +99,8 @@ class Provisional:
         """An event said that these blocks are resident."""
         if slot not in self._by_slot:
             return
+        if group == DENSE and keys and (waiting := self._waiting.get((slot, keys[-1]))):
+            self._fulfilled += waiting
         owned = self._owners.get((slot, group))
         if not owned:
             return
@@ -107,8 +110,8 @@ class Provisional:
             if owners is None:
                 continue
             _clear_bit(table, key, 1 << slot)
-            if group == DENSE and (waiting := self._waiting.get((slot, key))):
-                self._fulfilled += [number for number in waiting if number >= owners >> _COUNT_BITS]
+            if group == DENSE and (waiting := self._waiting.get((slot, key))):  # of an answer cut off there may be more
+                self._fulfilled += [number for number in waiting if self._entries[number].has_ended]
 
     def settle(self) -> None:
         """A batch of events has been applied whole: promises that it should have confirmed and did not are void."""

@@ -27,6 +27,8 @@ from router.core.recency import Recency, Stretch
 #: So many answers are let end until a prompt that waits is let in, on a rank that generates no more than so many.
 _MOST_ENDS = 4
 _MOST_ROWS = 16
+#: Of what was given up: nothing is left.
+_GONE = Stretch(())
 
 
 class RadixForecast(Forecast):
@@ -55,6 +57,7 @@ class RadixForecast(Forecast):
         self._spare = 1 if page_tokens > 1 else 0  # pages that a request is thought to need more than it does
         self._holds: dict[Allocation, dict[Stretch, int]] = {}
         self._cuts: dict[Stretch, list[int]] = {}  # of what was used anew: where its nodes end
+        self._stays: dict[Stretch, int] = {}  # of what was given up and computed again: how much is no part of that
         self._used: dict[tuple[Stretch, int], None] = {}  # such nodes, those used longest ago first
         self._released: dict[Stretch, int] = {}  # pins that are no more
         self._running = running
@@ -302,18 +305,42 @@ class RadixForecast(Forecast):
         """These pages are there now, and used last: of one use the last page is the first to go. Returns how many of
         them are new.
         """
-        path = self._path(keys)
-        known = sum(count for _, count in path)
-        new = len(keys) - known + sum(max(0, count - self._left_of(stretch)) for stretch, count in path)
+        path: list[tuple[Stretch, int]] = []
+        known = 0
+        for stretch, count in self._path(keys):
+            if left := min(count, self._left_of(stretch)):
+                path.append((stretch, left))
+                known += left
+            if left < count:
+                self._stays[stretch] = left
+                break
         if known < len(keys):
             stretch = Stretch(keys[known:])
             self._coming[stretch.keys[0]] = stretch
             path.append((stretch, len(stretch.keys)))
         for stretch, count in reversed(path):
-            self._left[stretch] = max(self._left_of(stretch), count)
             self._keep(stretch, count, held)
             self._touch(stretch, count)
-        return new
+        return len(keys) - known
+
+    def _path(self, keys: Sequence[int]) -> list[tuple[Stretch, int]]:
+        """What was given up and is computed again is a stretch of its own, with all that is behind it."""
+        path: list[tuple[Stretch, int]] = []
+        at = 0
+        before = self._order.path(keys)
+        for stretch, count in before:
+            if stays := min(count, self._stays.get(stretch, count)):
+                path.append((stretch, stays))
+                at += stays
+            if stays < count:
+                break
+        while at < len(keys) and (coming := self._coming.get(keys[at])) is not None:
+            count = coming.common(keys, at)
+            path.append((coming, min(count, self._stays.get(coming, count))))
+            at += path[-1][1]
+        if (rest := sum(count for _, count in before) - at) > 0:
+            path.append((_GONE, rest))
+        return path
 
     def _keep(self, stretch: Stretch, count: int, held: dict[Stretch, int] | None) -> None:
         if held is not None:

@@ -195,7 +195,8 @@ class RadixPool(Pool):
         return forecast.kept(keys, depth)
 
     def _rows(self) -> dict[Allocation, Row]:
-        return {each: Row(self._wants[each], self._generated(each)) for each in self._running}
+        """Those that run, in the order in which they were sent: the engine's."""
+        return {each: Row(want, self._generated(each)) for each, want in self._wants.items() if each in self._running}
 
     def _generated(self, allocation: Allocation) -> int:
         answer = self._answers.get(allocation)

@@ -61,6 +61,9 @@ class SharedForecast(ForetoldQueue):
         self._over: list[_Run] = []
         self._fresh: set[Copy | None] = set()  # states that are computed in the step that is gone through
         self._waiting_to_end = deque(pool.running)
+        #: The same some steps later, once it was asked for.
+        self.steps = 0
+        self.later: SharedForecast | None = None
         self._take(0)
         for allocation, what in due:
             match what:
@@ -94,6 +97,18 @@ class SharedForecast(ForetoldQueue):
         start = self._covered(keys, depth)
         end = bisect_left(range(depth), True, lo=start, key=lambda at: 0 < number(keys[at]) < front)
         return self._cut_lost(keys, end)
+
+    def comes_too_soon(self, keys: Sequence[int], found: int) -> bool:
+        """Whether a prompt that finds so many blocks has to wait for the next step, as it needs state of this one."""
+        states = [group for group, rule in self._pool.rules.items() if rule.is_state]
+        last = [self._pool.block(group, key) for group in states for key in keys[max(0, found - 1) : found]]
+        return not self._fresh.isdisjoint(map(self._found, last))
+
+    def go_on(self, steps: int) -> None:
+        """So many steps are done."""
+        self.steps = steps
+        for _ in range(steps):
+            self._wait()
 
     def _known(self, allocation: SharedAllocation) -> _Run:
         """A request that has been heard of."""
@@ -137,6 +152,7 @@ class SharedForecast(ForetoldQueue):
 
     def add(self, allocation: SharedAllocation) -> None:
         """Another request gets its blocks, after all that were gone through."""
+        self.later = None
         pool = self._pool
         for run in self._runs.values():
             begun_at = run.allocation.begun_at

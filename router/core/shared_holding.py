@@ -40,8 +40,9 @@ class SharedHolding:
         self.pending: dict[SharedAllocation, None] = {}
         self._entered: dict[Block, Copy] = {}  # by the events of the request of which is being heard
         self._unnamed: dict[Block, tuple[SharedAllocation, int]] = {}  # of that heard of last: names may be to come
-        self._states: dict[int, list[Copy]] = {}  # that it has stored
-        self._later: list[Callable[[], None]] = []  # once they have; none of them is tried twice
+        self._states: dict[Block, SharedAllocation] = {}  # that it may store, of those
+        #: What is left with the next step, and with the one after it; none of it is tried twice.
+        self._later: tuple[list[Callable[[], None]], list[Callable[[], None]]] = [], []
         self._awaited: dict[int, list[SharedAllocation]] = {}
         self._tips: dict[int, SharedAllocation] = {}  # running requests, by the last block that was heard of
         self._clock = 0
@@ -122,63 +123,81 @@ class SharedHolding:
     def _hear(self, allocation: SharedAllocation, found: int, end: int) -> None:
         """Its prompt is stored up to block ``end``, ``found`` blocks of which were there."""
         if allocation.begun_at is None:
-            allocation.begun_at = self._tick()
+            self._clock += 1
+            allocation.begun_at = self._clock
         self.running[allocation] = None
         for group in self.groups:
             start = min(end, self.first_held(group, found * self.block_tokens))
+            if self.is_state(group):
+                states = map(self.queue.found, [self.block(group, key) for key in allocation.keys[start:found]])
+                allocation.tables[group] = [copy for copy in states if copy is not None]
+                for copy in allocation.tables[group]:
+                    self.queue.pin(copy)
+                self._hear_state(allocation, group, found, end)
+                continue
             blocks = [self.block(group, key) for key in allocation.keys[start:end]]
             is_there = found - start
             table = [self.queue.found(block) for block in blocks[:is_there]]
             table += [self._entered.get(block) for block in blocks[is_there:]]
-            if self.is_state(group):  # between the states it begins and ends with there is none
-                table = [copy for copy in table if copy is not None]
-                start, blocks = end - len(table), []
             for copy in table:
                 self.queue.pin(copy)
             allocation.first[group], allocation.tables[group] = start, table
             if group in self.rules:
                 places = zip(range(start, end), blocks, table, strict=False)
                 self._unnamed.update((block, (allocation, at)) for at, block, copy in places if copy is None)
-        self._heard(allocation, end)
+        self._heard(allocation, found, end)
 
     def _hear_more(self, allocation: SharedAllocation, end: int) -> None:
         """Another piece of its prompt is stored, or its answer has filled blocks and begins the next."""
         is_prompt = allocation.heard < allocation.prompt_blocks
         for group in self.groups:
             table = allocation.tables[group]
+            if is_prompt and self.is_state(group):
+                self._hear_state(allocation, group, allocation.heard, end)
+                continue
             for at in range(allocation.heard, end):
                 block = self.block(group, allocation.keys[at])
                 copy = self._entered.get(block)
-                if copy is None and is_prompt and self.is_state(group):
-                    continue
                 table.append(copy)
                 self.queue.pin(copy)
                 if copy is None:
                     self._unnamed[block] = allocation, at
-            if is_prompt and self.is_state(group):
-                allocation.first[group] = end - len(table)
-        self._heard(allocation, end)
+        self._heard(allocation, allocation.heard, end)
 
-    def _heard(self, allocation: SharedAllocation, end: int) -> None:
-        """With its next step it lets go of what it has left, of states one after the other in all groups."""
-        tokens = end * self.block_tokens + (end > allocation.prompt_blocks)
+    def _hear_state(self, allocation: SharedAllocation, group: int, start: int, end: int) -> None:
+        """What is computed from block ``start`` to ``end`` leaves a state there, which may be told of next. Between it
+        and the one before there is none.
+        """
+        table = allocation.tables[group]
+        if start < end:
+            block = self.block(group, allocation.keys[end - 1])
+            if (copy := self._entered.get(block)) is None:
+                self._states[block] = allocation
+            else:
+                table.append(copy)
+                self.queue.pin(copy)
+        allocation.first[group] = end - len(table)
+
+    def _heard(self, allocation: SharedAllocation, start: int, end: int) -> None:
+        """With its next step it lets go of what it has left. A prompt whose last state is kept has one more step."""
+        soon, after = self._later
+        steps = [(soon, end * self.block_tokens + (end > allocation.prompt_blocks))]
         if end == allocation.prompt_blocks:
-            tokens = allocation.prompt_tokens
             self._settle(allocation)
-        states = [group for group in self.groups if self.is_state(group)]
-        for group in self.groups:
-            if group not in states:
-                self._later.append(partial(self._let_go, allocation, group, self.first_held(group, tokens)))
-        first = min((allocation.first[group] for group in states), default=0)
-        last = max((self.first_held(group, tokens) for group in states), default=0)
-        for at in range(first, last):
-            self._later += [partial(self._let_go, allocation, group, at + 1) for group in states]
+            ends_inside = start < end and allocation.prompt_tokens % self.block_tokens > 0
+            if ends_inside and any(map(self.is_state, self.groups)):
+                steps.append((after, allocation.prompt_tokens))
+            else:
+                steps = [(soon, allocation.prompt_tokens)]
+        for step, tokens in steps:
+            for group in self.groups:
+                step.append(partial(self._let_go, allocation, group, self.first_held(group, tokens)))
         self._untip(allocation)
         allocation.heard = end
         if end:
             self._tips[allocation.keys[end - 1]] = allocation
         if allocation.ended_at is not None and end >= allocation.prompt_blocks:
-            self._later.append(partial(self._finish_if_heard, allocation))
+            after.append(partial(self._finish_if_heard, allocation))
 
     def _let_go(self, allocation: SharedAllocation, group: int, first: int) -> None:
         """It holds a group's blocks from ``first`` on. State is let go of one after the other."""
@@ -188,9 +207,6 @@ class SharedHolding:
         allocation.first[group] += left
         for copy in gone:
             self.queue.unpin(copy)
-        for copy in self._states.pop(group, ()):
-            if copy not in self.queue.pins:
-                self.queue.use(copy)
 
     def _finish_if_heard(self, allocation: SharedAllocation) -> None:
         if allocation not in self.running:
@@ -229,16 +245,18 @@ class SharedHolding:
 
     def _tick(self) -> int:
         self._changes()
+        self._settle_later()
         self._clock += 1
         return self._clock
 
     def _changes(self) -> None:
         """Something else than a block of a sparse group comes."""
-        self._settle_later()
-
-    def _settle_later(self) -> None:
-        later, self._later = self._later, []
-        for what in later:
-            what()
         self._unnamed.clear()
         self._states.clear()
+
+    def _settle_later(self) -> None:
+        """All that was scheduled in one step has gone on, in each step one request after the other."""
+        later, self._later = self._later, ([], [])
+        for step in later:
+            for what in step:
+                what()

@@ -55,7 +55,7 @@ class SharedPool(SharedHolding):
         self._sparse_copies = 0
         self._forecast: SharedForecast | None = None  # the last that was made
         self._is_fresh = False  # nothing has changed since
-        self._foretold: tuple[int, int] = (0, 0)  # what it was made of: room, and blocks that answers had filled
+        self._foretold: tuple[int, int, int] = (0, 0, 0)  # what it was made of: room, free blocks, and those of answers
         self._last_sent: list[SharedAllocation] = []  # of which it does not know yet
         self.meet(rules)
 
@@ -191,14 +191,16 @@ class SharedPool(SharedHolding):
         self._sparse_copies += 1
         block = self.block(group, key)
         copy = self._enter(block)
-        if self.is_state(group):
-            self._states.setdefault(group, []).append(copy)
-        elif (place := self._unnamed.pop(block, None)) is not None:
+        if (place := self._unnamed.pop(block, None)) is not None:
             allocation, at = place
             if at >= allocation.first[group]:
                 allocation.tables[group][at - allocation.first[group]] = copy
                 self.queue.pins[copy] = 1
                 self.queue.nameless -= 1
+        elif (holder := self._states.pop(block, None)) is not None:
+            holder.tables[group].append(copy)
+            holder.first[group] -= 1
+            self.queue.pin(copy)
 
     def lost(self, group: int, key: int) -> None:
         """The rank gave a copy of a block of a sparse group up."""
@@ -222,12 +224,18 @@ class SharedPool(SharedHolding):
         for key in keys:
             self.queue.leave(key)
 
+    def batch_ended(self) -> None:
+        """All that the rank told of one step has come."""
+        if self._later[0] or self._later[1]:
+            self._is_fresh = False
+            self._settle_later()
+
     def cleared(self) -> None:
         """The rank's cache was emptied; what is held is held. It is made anew from the requests: that cannot fail."""
         self._forecast, self._is_fresh = None, False
         self._sparse_copies = 0
         self.queue = BlockQueue()
-        self._entered, self._unnamed, self._states, self._later = {}, {}, {}, []
+        self._entered, self._unnamed, self._states, self._later = {}, {}, {}, ([], [])
         self._awaited, self._tips = {}, {}
         for allocation in [each for each in self.running if each.ended_at is not None and each not in self.pending]:
             del self.running[allocation]
@@ -258,22 +266,31 @@ class SharedPool(SharedHolding):
         taken = groups * (grown + sum(len(each.keys) + 1 for each in self.pending))
         if room >= taken or taken - room > MAX_TAKEN:
             return None
-        if not is_spared and not (self._is_fresh and self._foretold == (room, grown)):
-            free = self._blocks - len(self.queue.pins) - begun
-            self._forecast = SharedForecast(
-                self,
-                due_of(self.pending, self.running, grown=filter(self.unheard_blocks, self.running)),
-                room=room,
-                free=free,
-            )
-            self._foretold = room, grown
+        made_of = room, self._blocks - len(self.queue.pins) - begun, grown
+        if not is_spared and not (self._is_fresh and self._foretold == made_of):
+            self._foretold = made_of
+            self._forecast = self._foretell()
             self._is_fresh = True
-            self.forecasts_made += 1
         elif self._forecast is not None and self._is_fresh:
             for allocation in self._last_sent:
                 self._forecast.add(allocation)
         self._last_sent.clear()
         return self._forecast
+
+    def step_after(self, forecast: SharedForecast) -> SharedForecast | None:
+        """What will be there one step later than by a forecast that was just given; None if that was not made anew."""
+        if not self._is_fresh:
+            return None
+        if forecast.later is None:
+            forecast.later = self._foretell()
+            forecast.later.go_on(forecast.steps + 1)
+        return forecast.later
+
+    def _foretell(self) -> SharedForecast:
+        self.forecasts_made += 1
+        due = due_of(self.pending, self.running, grown=filter(self.unheard_blocks, self.running))
+        room, free, _ = self._foretold
+        return SharedForecast(self, due, room=room, free=free)
 
     def unheard_blocks(self, allocation: SharedAllocation) -> int:
         """How many blocks it has, or is about to have, of which no event has told."""

@@ -49,5 +49,5 @@ class LateEventsMachine(RuleBasedStateMachine):
             self.step()
             if self.scheduled:
                 self.deliver()
-                if place + 1 < len(prompts):
-                    self.end(len(self.running) - 1)
+            if not self.waiting and not self.scheduled and place + 1 < len(prompts):
+                self.end(len(self.running) - 1)

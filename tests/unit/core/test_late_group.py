@@ -54,6 +54,7 @@ class Rank:
     def hear(self, prompt: array[int], *groups: int) -> None:
         for event in stored(prompt, *groups):
             self.index.apply(0, event)
+        self.index.end_batch(0)
 
     def found(self, prompt: array[int]) -> int:
         return self.index.reusable_tokens(keys(prompt), prompt_tokens=len(prompt) + 1).get(0, 0)
@@ -87,7 +88,6 @@ def test_names_of_the_late_group_may_be_those_of_what_runs(rank: Rank) -> None:
     running = tokens(2, 5)
     allocation = rank.pool.sent(keys(running), blocks=6)
     rank.hear(running, 0, FULL, 1)
-    rank.hear(tokens(8, 1), FULL)  # what its windows have left is let go of by now
     assert rank.pool.queue.nameless == 0
     assert allocation.tables[1] == [rank.pool.block(1, key) for key in keys(running)[3:]]
 

@@ -17,6 +17,7 @@ STEPS = st.lists(
         st.tuples(st.just("add"), st.integers(0, 1), KEYS, KEYS),
         st.tuples(st.just("confirm"), st.integers(0, 1), st.sampled_from([DENSE, 3]), KEYS),
         st.tuples(st.just("drop"), st.integers(0, 30), st.none(), st.none()),
+        st.tuples(st.just("end"), st.integers(0, 30), st.none(), st.none()),
         st.tuples(st.just("settle"), st.none(), st.none(), st.none()),
     ),
     max_size=30,
@@ -29,6 +30,7 @@ class Plain:
     def __init__(self) -> None:
         self.owners: defaultdict[tuple[int, int, int], set[Ticket]] = defaultdict(set)
         self.last: dict[Ticket, int] = {}
+        self.ended: set[Ticket] = set()
         self.fulfilled: set[Ticket] = set()
 
     def add(self, ticket: Ticket, promised: dict[int, Sequence[int]]) -> None:
@@ -39,10 +41,15 @@ class Plain:
             self.last[ticket] = promised[DENSE][-1]
 
     def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
-        for key in keys:
-            owners = self.owners.pop((slot, group, key), set())
-            if group == DENSE:
-                self.fulfilled |= {ticket for ticket in owners if self.last.get(ticket) == key}
+        """With a promise's last block at the end of an event it is fulfilled; inside one if its request has ended."""
+        waiting = {ticket: last for ticket, last in self.last.items() if group == DENSE and ticket.slot == slot}
+        for at, key in enumerate(keys, 1):
+            was_promised = self.owners.pop((slot, group, key), set())
+            self.fulfilled |= {
+                ticket
+                for ticket, last in waiting.items()
+                if last == key and (at == len(keys) or (was_promised and ticket in self.ended))
+            }
 
     def settle(self) -> None:
         for ticket in self.fulfilled:
@@ -50,6 +57,7 @@ class Plain:
         self.fulfilled.clear()
 
     def drop(self, ticket: Ticket) -> None:
+        self.last.pop(ticket, None)
         for owners in self.owners.values():
             owners.discard(ticket)
 
@@ -79,6 +87,9 @@ def test_a_block_is_promised_as_long_as_one_ticket_promises_it(steps: list[Any])
             case "drop" if slot < len(tickets):
                 provisional.drop(tickets[slot])
                 plain.drop(tickets[slot])
+            case "end" if slot < len(tickets):
+                provisional.end(tickets[slot])
+                plain.ended.add(tickets[slot])
             case "settle":
                 provisional.settle()
                 plain.settle()

@@ -244,8 +244,7 @@ class Engine:
 class RadixPoolMachine(RuleBasedStateMachine):
     """Prompts come, alone or several at once; batches are computed; answers end. Events come with a batch alone, before
     or after the answers' ends are seen, which may be in another order. An answer that leaves nothing new ends by
-    itself: of several that end at once nothing would tell when it did. The examples are fixed: of random ones one in
-    some two thousand still differs, by a page of answers that end together.
+    itself: of several that end at once nothing would tell when it did.
     """
 
     @initialize(pages=st.integers(12, 28))
@@ -301,9 +300,13 @@ class RadixPoolMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, is_told_before: bool) -> None:
         running = self.engine.running
         over = running[: data.draw(st.integers(1, len(running)))]
-        answers = [
-            each.word[: len(each.prompt) + data.draw(st.integers(0, each.want.most_tokens // PAGE))] for each in over
-        ]
+        pages = [data.draw(st.integers(0, each.want.most_tokens // PAGE)) for each in over]
+        self.end_with(pages, is_told_before=is_told_before)
+
+    def end_with(self, pages: list[int], *, is_told_before: bool) -> None:
+        """The first answers end, with so many pages each."""
+        over = self.engine.running[: len(pages)]
+        answers = [each.word[: len(each.prompt) + count] for each, count in zip(over, pages, strict=True)]
         words = {node.word for node in self.engine.tree.nodes()}
         if any(any(word.startswith(answer) for word in words) for answer in answers):  # nothing will tell of its end
             over, answers = over[:1], answers[:1]
@@ -321,6 +324,8 @@ class RadixPoolMachine(RuleBasedStateMachine):
         if not self.pool.pending:  # with nothing unheard of, nothing is due
             self.deliver()
         self.engine.launched = self.engine.schedule()
+        if not self.engine.launched:  # the next token of all that are left has its pages
+            self.engine.make_room(len(self.engine.running))
 
     @invariant()
     def found(self) -> None:

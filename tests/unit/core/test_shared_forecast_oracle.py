@@ -70,7 +70,7 @@ class Engine:
     names: dict[int, Name] = field(default_factory=dict)
     cached: dict[Name, list[int]] = field(default_factory=dict)  # oldest copy first
     held: Counter[int] = field(default_factory=Counter)
-    events: list[Event] = field(default_factory=list)
+    events: list[list[Event]] = field(default_factory=lambda: [[]])  # of each step
     stepping: list[Running] = field(default_factory=list)  # whose prompts are not computed yet
     fresh: set[int] = field(default_factory=set)  # state that is computed in this step
 
@@ -181,7 +181,7 @@ class Engine:
             self.cached[name].remove(block)
             if not self.cached[name]:
                 del self.cached[name]
-            self.events.append(BlockRemoved((name_of(name[1]),), group=name[0]))
+            self.events[-1].append(BlockRemoved((name_of(name[1]),), group=name[0]))
         return block
 
     def store(self, running: Running, group: int, start: int, kept: list[int], *, end: int) -> None:
@@ -194,7 +194,7 @@ class Engine:
             self.names[block] = (group, text[: at + 1])
             self.cached.setdefault((group, text[: at + 1]), []).append(block)
         kind, blocks = self.kinds[group]
-        self.events.append(
+        self.events[-1].append(
             BlockStored(
                 tuple(name_of(text[: at + 1]) for at in kept),
                 name_of(text[:start]) if start else None,
@@ -209,6 +209,7 @@ class Engine:
     def step(self) -> None:
         """The step is done, and the next one comes."""
         self.fresh.clear()
+        self.events.append([])
         for running in [*self.stepping]:
             if running.stops:
                 self.advance(running)
@@ -284,7 +285,7 @@ class SharedForecastMachine(LateEventsMachine):
         self.index = PrefixIndex(block_tokens=BLOCK)
         geometry = Geometry(chunk_tokens=CHUNK * BLOCK)
         self.index.add_rank(0, domain="engine", geometry=geometry, pool=Pool(None, all_blocks=blocks))
-        self.had_copies = False
+        self.is_beyond_knowing = False
         self.waiting: list[Asked] = []
         self.scheduled: list[Asked] = []  # their events are under way
         self.running: list[Asked] = []
@@ -301,9 +302,11 @@ class SharedForecastMachine(LateEventsMachine):
         self.pool = pool
 
     def apply(self) -> None:
-        for event in self.engine.events:
-            self.index.apply(0, event)
-        self.engine.events.clear()
+        for events in self.engine.events:
+            for event in events:
+                self.index.apply(0, event)
+            self.index.end_batch(0)
+        self.engine.events[:] = [[]]
 
     @rule(prompt=PROMPTS)
     def send(self, prompt: str) -> None:
@@ -342,9 +345,19 @@ class SharedForecastMachine(LateEventsMachine):
             self.engine.step()
         self.apply()
         for asked in self.scheduled:
+            self.is_beyond_knowing |= self.is_silent(asked)
             self.pool.begun(asked.allocation)
         self.running += self.scheduled
         self.scheduled.clear()
+
+    def is_silent(self, asked: Asked) -> bool:
+        """No event tells of a prompt that stores nothing: when it let go of its state, among what others did, or
+        whether it found what has gone by now.
+        """
+        assert asked.running is not None
+        is_among_others = len(self.scheduled) > 1 and any(map(self.engine.is_state, self.engine.groups))
+        stores_nothing = asked.running.found == len(asked.prompt)
+        return stores_nothing and (is_among_others or self.engine.hit(asked.prompt) < len(asked.prompt))
 
     def end(self, place: int) -> None:
         asked = self.running.pop(place)
@@ -362,8 +375,8 @@ class SharedForecastMachine(LateEventsMachine):
             has_lost |= not asked.unpromised <= resident
             asked.unpromised |= resident
         engine = deepcopy(self.engine)
-        self.had_copies |= any(len(copies) > 1 for copies in engine.cached.values())
-        if self.had_copies:
+        self.is_beyond_knowing |= any(len(copies) > 1 for copies in engine.cached.values())
+        if self.is_beyond_knowing:
             return  # of several copies the pool keeps one place in the order
         for asked in self.waiting:
             try:
