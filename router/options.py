@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from router.errors import ConfigError
 from router.plain_words import masked
-from router.settings import Knob, Settings, knobs
+from router.knobs import Knob, knobs
+from router.settings import Settings
 from router.settings_sources import ENV_PREFIX, Layer, load_settings
 
 #: Short names of what is set most often; every setting also has its long flag, ``--section.name``.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.settings import RoutingSettings, Settings, WorkerSpec, knobs
+from router.knobs import knobs
+from router.settings import RoutingSettings, Settings, WorkerSpec
 
 #: Taken over at once; all other settings need a new process.
 _RELOADED = frozenset({"workers", "routing.policy", "routing.move_weight", "routing.session_headers"})

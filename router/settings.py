@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 from router.core.session import session_header
 
@@ -216,12 +214,18 @@ class UpstreamSettings(_Slice):
     first_byte_seconds: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Of a stream. An answer that comes whole is awaited while its worker answers probes."
     )
-    idle_seconds: Annotated[float, Field(gt=0)] = 300.0
-    keepalive_seconds: Annotated[float, Field(gt=0)] = Field(
-        4.0,
-        description="Shorter than the engines' own (uvicorn: 5), so that no request meets a closing socket.",
+    idle_seconds: Annotated[float, Field(gt=0)] = Field(300.0, description="The longest silence within an answer.")
+    answer_seconds: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="The longest that an answer which comes whole may take, all attempts together."
     )
-    max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    keepalive_seconds: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="Shorter than the engines' own (uvicorn: 5), so that no request meets a closing socket."
+    )
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(
+        3,
+        description="Attempts that may fail before the client is told. A rank that answers 408, 429 or 503 is full and "
+        "has not failed: each is asked once, but for those that have said so within the last second.",
+    )
     retry_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2, description="Retries as a share of requests; with the reserve used up, no more are made."
     )
@@ -362,38 +366,3 @@ class Settings(_Slice):
             if twice is not None:
                 raise ValueError(f"two workers have the {what} {twice}")
         return workers
-
-
-# --- the tree as paths ---------------------------------------------------------------------------
-
-
-class Knob(NamedTuple):
-    """One leaf of the tree: its path, and the field that describes it."""
-
-    path: tuple[str, ...]
-    field: FieldInfo
-
-    @property
-    def key(self) -> str:
-        """The path with dots, as errors and flags write it."""
-        return ".".join(self.path)
-
-    @property
-    def is_secret(self) -> bool:
-        """Never shown: not even when it is refused."""
-        extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and extra.get("secret") is True
-
-    @property
-    def is_list(self) -> bool:
-        """A tuple of values; a flag or variable separates them by commas."""
-        return isinstance(self.field.default, tuple)
-
-
-def knobs(model: type[BaseModel] = Settings, path: tuple[str, ...] = ()) -> Iterator[Knob]:
-    """Every leaf setting, in the order in which they are declared."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from knobs(field.annotation, (*path, name))
-        else:
-            yield Knob((*path, name), field)

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from router.errors import ConfigError
+from router.knobs import knobs
 from router.plain_words import masked, what_is_allowed
-from router.settings import ModelSpec, Settings, WorkerSpec, knobs
+from router.settings import ModelSpec, Settings, WorkerSpec
 
 ENV_PREFIX: Final = "HOMING__"
 SHIM_PREFIX: Final = "HOMING_SHIM__"

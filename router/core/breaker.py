@@ -9,10 +9,10 @@ What happens to one rank:
 | open | its time is over, and a request goes there | trial |
 | trial | a success | closed |
 | trial | a failure | open, for twice as long (to a limit) |
-| trial | neither (the client left, the worker was busy) | open with its time over: the next request tries again |
+| trial | neither (a 4xx, the client left, the rank was full) | open with its time over: the next request tries again |
 
-A failure is the rank's own: no connection, a reset, silence, nonsense, a 5xx. A 429 or 503 is a full rank, a 4xx the
-client's fault, and a client that leaves says nothing.
+A failure is the rank's own: no connection, a reset, silence, nonsense, a 5xx. A 429 or 503 is a full rank, another 4xx
+the client's fault, which a rank that fails at all it accepts still finds; and a client that leaves says nothing.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
@@ -27,6 +28,7 @@ class Forwarding:
     __slots__ = (
         "_asks_again",
         "_attempt",
+        "_by_seconds",
         "_connecting",
         "_connection",
         "_exchange",
@@ -49,6 +51,8 @@ class Forwarding:
         self._exchange = exchange
         self._prepared = prepared
         self._outbound = outbound
+        #: By the loop's clock; a stream may go on for as long as it does.
+        self._by_seconds = inf
         # The attempt under way:
         self._number = 0
         self._attempt: Attempt | None = None
@@ -70,6 +74,8 @@ class Forwarding:
         try:
             if not self._number:
                 self._forwarder.retries.earn()
+                if not self._outbound.inference.stream:
+                    self._by_seconds = self._exchange.client.clock() + self._forwarder.settings.answer_seconds
             self._try()
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
@@ -79,7 +85,8 @@ class Forwarding:
     def _next(self) -> None:
         """After a failure: try the best rank that has not failed, as soon as it has room, or give up."""
         forwarder = self._forwarder
-        if self._failures == forwarder.settings.max_attempts or not self._may_retry():
+        is_late = self._exchange.client.clock() >= self._by_seconds
+        if is_late or self._failures == forwarder.settings.max_attempts or not self._may_retry():
             return self._give_up()
         held = (self._exchange, self._prepared, self._outbound, self._excluded)
         if not forwarder.hold_again(*held, self.begin):
@@ -143,7 +150,7 @@ class Forwarding:
         self._connection = connection
         target = self._attempt.target
         head, body = self._forwarder.writer.message(self._outbound, target, body=self._body(target))
-        connection.send(head, body, self)
+        connection.send(head, body, self, by_seconds=self._by_seconds)
 
     def _body(self, target: Target) -> bytes | None:
         """What goes out in place of the client's own body, if anything does."""
@@ -209,12 +216,13 @@ class Forwarding:
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
-    def waits_on(self, silent_seconds: float) -> bool:
+    def waits_on(self, silent_seconds: float, *, has_head: bool) -> bool:
         """A stream begins with its first token. What is not streamed comes whole, however long its making takes: as
         long as the worker answers probes, that is no silence, and when it does not, waiting is of no use.
         """
         assert self._attempt is not None
-        answers = None if self._outbound.inference.stream else self._attempt.lease.worker_answers()
+        is_stream = has_head or self._outbound.inference.stream
+        answers = None if is_stream else self._attempt.lease.worker_answers()
         return silent_seconds < self._forwarder.settings.first_byte_seconds if answers is None else answers
 
     def _unanswered(self, failure: Failure) -> None:

@@ -146,7 +146,7 @@ class PrefillLeg:
         if not is_asked_again:
             self._over(failure or self._refusal)
 
-    def waits_on(self, silent_seconds: float) -> bool:
+    def waits_on(self, silent_seconds: float, *, has_head: bool) -> bool:
         """A prompt's prefill alone is awaited as a stream's first token is."""
         return silent_seconds < self._forwarder.settings.first_byte_seconds
 

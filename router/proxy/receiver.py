@@ -56,5 +56,7 @@ class Receiver(Protocol):
     def on_end(self, failure: Failure | None) -> None:
         """The exchange is over, at whatever point. Nothing is called after this."""
 
-    def waits_on(self, silent_seconds: float) -> bool:
-        """Nothing of the answer's body has come in so long: whether to wait on. Asked every few seconds."""
+    def waits_on(self, silent_seconds: float, *, has_head: bool) -> bool:
+        """Nothing of the answer's body has come in so long, but the head of a stream if ``has_head``: whether to wait
+        on. Asked every few seconds.
+        """

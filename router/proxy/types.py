@@ -56,7 +56,7 @@ class HoldEnd(StrEnum):
 
 _VERDICTS: Final = dict.fromkeys(Outcome, Verdict.BAD) | {
     Outcome.OK: Verdict.GOOD,
-    Outcome.CLIENT_ERROR: Verdict.GOOD,
+    Outcome.CLIENT_ERROR: Verdict.NEITHER,
     Outcome.PUSHBACK: Verdict.NEITHER,
     Outcome.NO_SOCKET: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,

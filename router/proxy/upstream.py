@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from math import inf
 from typing import Final, cast
 
 import httptools
 
 from router.fleet.target import Target
+from router.proxy.answers import is_good_stream
 from router.proxy.receiver import AnswerHead, Failure, Receiver
 from router.proxy.types import Outcome
 from router.proxy.watchdog import Watchdog
+from router.proxy.worker_sockets import ask_after
 from router.settings import UpstreamSettings
 from router.wire import headers as names
 from router.wire import http1
@@ -25,6 +28,9 @@ _LOOK_SECONDS: Final = 5.0
 _STALE_SECONDS: Final = 1.0
 #: What says nothing of a worker, but of this process.
 _NO_SOCKET: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+#: Heads and trailers longer than this, or heads of more lines, are no worker's of right mind.
+_MAX_HEAD_BYTES: Final = 64 * 1024
+_MAX_HEADERS: Final = 256
 
 
 class UpstreamConnection:
@@ -43,6 +49,7 @@ class UpstreamConnection:
         self._idle_seconds = pool.settings.idle_seconds
         self._keepalive_seconds = pool.settings.keepalive_seconds
         self._sent_seconds = 0.0
+        self._by_seconds = inf
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._paused = False
@@ -62,14 +69,19 @@ class UpstreamConnection:
         self._reason = b""
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
+        #: Come since the last of the body, or the beginning: heads, trailers and what is between chunks.
+        self._bodiless_bytes = 0
 
     # --- for the attempt ------------------------------------------------------------------------
 
-    def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
-        """Begin an exchange. ``receiver`` is told of the answer, of a connection that is gone at once."""
+    def send(self, head: bytes, body: bytes, receiver: Receiver, *, by_seconds: float = inf) -> None:
+        """Begin an exchange. ``receiver`` is told of the answer, of a connection that is gone at once. It is over when
+        the loop's clock shows ``by_seconds``.
+        """
         self._answered = self._begun = self._complete = self._keep = False
         self._receiver = receiver
-        self._sent_seconds = self._watchdog.set(self._look_seconds)
+        self._by_seconds = by_seconds
+        self._sent_seconds = self._watchdog.set(self._look_seconds, by=by_seconds)
         if self._transport is None or self._transport.is_closing():
             self._fail(Outcome.RESET, "the worker closed the connection")
         else:
@@ -86,7 +98,7 @@ class UpstreamConnection:
         if self._paused and self._transport is not None and not self._transport.is_closing():
             self._paused = False
             self._transport.resume_reading()
-            self._watchdog.set(self._idle_seconds)
+            self._watchdog.set(self._idle_seconds, by=self._by_seconds)
 
     def close(self) -> None:
         """End the connection at once; the worker sees it and aborts. The receiver is told nothing more."""
@@ -121,6 +133,7 @@ class UpstreamConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not subclasses of asyncio's, so no isinstance can tell.
         self._transport = cast("asyncio.Transport", transport)
+        ask_after(transport.get_extra_info("socket"))
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -128,6 +141,7 @@ class UpstreamConnection:
             self.close()  # nobody asked: what follows on this connection cannot be trusted
             return
         is_first = not self._answered
+        had_head = not is_first and self._head is not None
         if is_first:
             self._answered = True
             known = self._pool.known_heads.whole(data)
@@ -143,11 +157,22 @@ class UpstreamConnection:
                 self._pass_on()
                 self._fail(Outcome.PROTOCOL, "the worker's answer is not valid HTTP")
                 return
+        if not (self._pieces or self._complete):
+            self._without_body(len(data), had_head=had_head)
+            return
         if is_first and self._complete and self._keep and self._is_repeatable and self._head is not None:
             self._pool.known_heads.learn(data, self._head)
         self._pass_on()
         if self._complete:
             self._end(None)
+
+    def _without_body(self, size: int, *, had_head: bool) -> None:
+        """So many bytes have brought nothing that could be passed on."""
+        self._bodiless_bytes += size
+        if self._bodiless_bytes > _MAX_HEAD_BYTES:
+            self._fail(Outcome.PROTOCOL, "the worker's head or trailers have no end")
+        elif not had_head and self._head is not None and not is_good_stream(self._head):
+            self._watchdog.set(self._idle_seconds, by=self._by_seconds)  # an answer that comes whole: all at once
 
     def _take_whole(self, head: AnswerHead, body: bytes) -> None:
         """The answer came all at once, and needs no parser."""
@@ -163,7 +188,8 @@ class UpstreamConnection:
         pieces = self._pieces
         if pieces:
             self._pieces = []
-            self._watchdog.set(self._idle_seconds)
+            self._bodiless_bytes = 0
+            self._watchdog.set(self._idle_seconds, by=self._by_seconds)
         elif not self._complete:
             return
         if not self._begun and self._receiver is not None:
@@ -202,10 +228,19 @@ class UpstreamConnection:
             self.close()
         elif self._paused:
             self._fail(Outcome.CLIENT_GONE, "the client stopped reading")
-        elif not self._begun and self._receiver.waits_on(self._loop.time() - self._sent_seconds):
-            self._watchdog.set(self._look_seconds)
+        elif self._loop.time() >= self._by_seconds:
+            self._fail(Outcome.TIMEOUT, "the worker's answer took too long")
+        elif self._may_begin(self._receiver):
+            self._watchdog.set(self._look_seconds, by=self._by_seconds)
         else:
             self._fail(Outcome.TIMEOUT, "the worker was silent for too long")
+
+    def _may_begin(self, receiver: Receiver) -> bool:
+        """Nothing of the answer's body has come, and it is no wonder yet."""
+        head = self._head if self._answered else None
+        if self._begun or (head is not None and not is_good_stream(head)):
+            return False
+        return receiver.waits_on(self._loop.time() - self._sent_seconds, has_head=head is not None)
 
     def _fail(self, outcome: Outcome, cause: str) -> None:
         receiver = self._receiver
@@ -227,6 +262,8 @@ class UpstreamConnection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head is None:
+            if len(self._headers) == _MAX_HEADERS:
+                raise ValueError("more header lines than any worker sends")
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:

@@ -19,10 +19,16 @@ class Watchdog:
         self._armed_for = inf
         self._handle: asyncio.TimerHandle | None = None
 
-    def set(self, seconds: float) -> float:
-        """Expire ``seconds`` from now, whatever was set before. Returns what the loop's clock shows."""
+    def set(self, seconds: float, *, by: float = inf) -> float:
+        """Expire ``seconds`` from now, whatever was set before, at the latest when the loop's clock shows ``by``.
+
+        Returns what it shows now.
+        """
         now = self._loop.time()
-        self._deadline = deadline = now + seconds
+        deadline = now + seconds
+        if by < deadline:
+            deadline = by
+        self._deadline = deadline
         if deadline < self._armed_for:
             self._arm()
         return now

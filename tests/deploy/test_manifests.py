@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from router.options import parse
-from router.settings import Settings, knobs
+from router.knobs import knobs
+from router.settings import Settings
 from router.settings_sources import ENV_PREFIX, load_settings
 
 Manifest = dict[str, Any]

@@ -36,6 +36,11 @@ BAD: Script = (answer(400, b'{"bad": 1}'),)
 EVENTS = DELTA + DELTA
 
 
+#: What a head that has no end is made of.
+LINES = b"".join(b"x-line-%d: %b\r\n" % (number, b"y" * 1000) for number in range(100))
+BEGUN = b"HTTP/1.1 200 OK\r\n"
+
+
 def breaking(*tail: bytes | float | Move, head: bytes = stream_head()) -> Script:
     """A stream of two events, and what becomes of it."""
     return (head, chunk(DELTA), 0.02, chunk(DELTA), 0.02, *tail)
@@ -150,6 +155,12 @@ TABLE = (
     ),
     retried("no status", (b"HTTP/1.1 099 OK\r\ncontent-length: 5\r\n\r\nhello",), "protocol"),
     retried("another protocol", (b"HTTP/1.1 101 Go\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",), "protocol"),
+    retried("a head without end", (BEGUN, LINES, Move.STALL), "protocol"),
+    retried("a header without end", (BEGUN + b"x: " + b"y" * 100_000, Move.STALL), "protocol"),
+    retried("a reason without end", (b"HTTP/1.1 200 " + b"y" * 100_000, Move.STALL), "protocol"),
+    retried("more headers than one can want", (BEGUN + b"a: b\r\n" * 300 + b"content-length: 0\r\n\r\n",), "protocol"),
+    retried("interim answers without end", (b"HTTP/1.1 103 Wait\r\nlink: x\r\n\r\n" * 3000, Move.STALL), "protocol"),
+    retried("a refusal's head, then silence", (answer(503, b"x" * 9)[:-9], Move.STALL), "timeout"),
     retried("500 cut short", (answer(500, b"x" * 9)[:-4], Move.CLOSE), "reset"),
     retried("endless 500", (answer(500, b"x" * 400_000),), "server_error"),
     failed("reset everywhere", RESET, 502, "upstream_failed", "reset reset", "closed"),
@@ -182,6 +193,9 @@ TABLE = (
     broken_off("a stream is closed", breaking(Move.CLOSE), "reset"),
     broken_off("a stream falls silent", breaking(Move.STALL), "timeout"),
     broken_off("a bad chunk", breaking(b"zz\r\n"), "protocol"),
+    broken_off("trailers without end", breaking(b"0\r\n" + LINES, Move.STALL), "protocol"),
+    broken_off("a trailer without end", breaking(b"0\r\nx: " + b"y" * 100_000, Move.STALL), "protocol"),
+    broken_off("a chunk's extension without end", breaking(b"1;" + b"y" * 100_000, Move.STALL), "protocol"),
     broken_off("half a chunk", breaking(b"5\r\nda", Move.CLOSE), "reset"),
     broken_off("half an event", breaking(chunk(b'data: {"choi'), Move.CLOSE), "reset"),
     broken_off("a stream of Anthropic's", breaking(Move.RESET), "reset", path="/v1/messages"),

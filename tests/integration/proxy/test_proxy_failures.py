@@ -40,6 +40,65 @@ async def test_a_whole_answer_may_take_as_long_as_its_worker_answers_probes(
         assert it.brain.outcomes == outcomes
 
 
+@pytest.mark.parametrize("status", [200, 503])
+async def test_behind_the_head_of_a_whole_answer_comes_its_body(status: int) -> None:
+    """Whatever probes say: a worker that has begun such an answer has all of it, and a silence is one."""
+    settings = UpstreamSettings(first_byte_seconds=60.0, idle_seconds=0.2)
+    begun: Script = (0.3, answer(status, b"x" * 9)[:-9], Move.STALL)
+    async with (
+        FaultWorker([begun]) as stuck,
+        FaultWorker([OK]) as other,
+        rig(target(stuck.port), target(other.port), upstream=settings) as it,
+        asyncio.timeout(5),
+    ):
+        it.brain.answers = True
+        assert (await it.ask(ASK)).status == 200
+        assert it.brain.outcomes == ["timeout", "ok"]
+
+
+async def test_a_streams_head_is_no_first_byte() -> None:
+    """Engines send it before they have begun: what follows is awaited as long as if it had not come."""
+    settings = UpstreamSettings(first_byte_seconds=60.0, idle_seconds=0.1)
+    script: Script = (stream_head(), 0.5, chunk(DELTA + b"data: [DONE]\n\n"), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port), upstream=settings) as it:
+        assert (await it.ask({**ASK, "stream": True})).body == DELTA + b"data: [DONE]\n\n"
+        assert it.brain.outcomes == ["ok"]
+
+
+TRICKLE: Script = (b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n", *(b"x", 0.05) * 60)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [((Move.STALL,), 504), (TRICKLE, 200), ((0.1, Move.RESET), 200)], ids=["silent", "slow", "no"]
+)
+async def test_a_whole_answer_has_a_longest_time(script: Script, status: int) -> None:
+    """A worker that answers probes and nothing else, or a byte now and then, is left when it is over, and no other is
+    asked; what fails before is tried again.
+    """
+    settings = UpstreamSettings(answer_seconds=0.5)
+    async with (
+        FaultWorker([script]) as slow,
+        FaultWorker([OK]) as other,
+        rig(target(slow.port), target(other.port), upstream=settings) as it,
+        asyncio.timeout(2),
+    ):
+        it.brain.answers = True
+        answer_ = await it.ask(ASK)
+        assert answer_.status == status
+        assert answer_.complete is (script is not TRICKLE)
+        await it.until_quiet()
+        assert it.brain.outcomes == (["reset", "ok"] if Move.RESET in script else ["timeout"])
+
+
+async def test_a_stream_has_no_longest_time() -> None:
+    """It goes on for as long as something comes."""
+    settings = UpstreamSettings(answer_seconds=0.2)
+    script: Script = (stream_head(), *(chunk(DELTA), 0.05) * 8, chunk(b"data: [DONE]\n\n"), chunk(b""))
+    async with FaultWorker([script]) as worker, rig(target(worker.port), upstream=settings) as it:
+        assert (await it.ask({**ASK, "stream": True})).body.count(b"data:") == 9
+        assert it.brain.outcomes == ["ok"]
+
+
 async def test_an_event_too_long_to_hold_breaks_off() -> None:
     """Its begin has passed: a blank line ends it before the error, which is an event of its own."""
     begin = b"data: " + b"x" * 70_000

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+import pytest
 
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.upstream import UpstreamConnection, UpstreamPool
@@ -31,7 +34,7 @@ class Reader:
     def on_end(self, failure: Failure | None) -> None:
         self.ended.set_result(failure)
 
-    def waits_on(self, silent_seconds: float) -> bool:
+    def waits_on(self, silent_seconds: float, *, has_head: bool) -> bool:
         return True
 
 
@@ -50,3 +53,29 @@ async def test_a_connection_that_was_paused_to_the_end_serves_the_next_request()
             connection = pool.take(target(worker.port))
         assert worker.connections == 1
         pool.close()
+
+
+#: Of each TCP connection of this machine: addresses, and which timer runs, for how long.
+CONNECTIONS = Path("/proc/net/tcp")
+KEEPALIVE_TIMER = "02"
+
+
+def timers(port: int) -> list[list[str]]:
+    """Of what is connected to a port here: which timer, and for how many hundredths of a second, in hexadecimal."""
+    fields = [line.split() for line in CONNECTIONS.read_text().splitlines()[1:]]
+    return [each[5].split(":") for each in fields if each[2:4] == [f"0100007F:{port:04X}", "01"]]
+
+
+@pytest.mark.skipif(not CONNECTIONS.exists(), reason="not Linux")
+async def test_the_kernel_asks_after_workers() -> None:
+    """A host that has lost its power says nothing, and probes of its process go elsewhere: after half a minute of
+    silence the kernel asks on the connection itself.
+    """
+    pool = UpstreamPool(UpstreamSettings())
+    async with FaultWorker() as worker, asyncio.timeout(5):
+        assert isinstance(await pool.connect(target(worker.port)), UpstreamConnection)
+        [(timer, left)] = timers(worker.port)
+        assert timer == KEEPALIVE_TIMER
+        assert 20 <= int(left, 16) / 100 <= 30
+        pool.close()
+        await worker.until(open_connections=0)

@@ -13,7 +13,8 @@ import pytest
 from router import cli
 from router.errors import ConfigError
 from router.options import main, parse
-from router.settings import Policy, knobs
+from router.knobs import knobs
+from router.settings import Policy
 
 
 @pytest.fixture(autouse=True)

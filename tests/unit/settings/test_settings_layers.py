@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from router.errors import ConfigError
-from router.settings import Policy, Settings, knobs
+from router.knobs import knobs
+from router.settings import Policy, Settings
 from router.settings_sources import load_settings
 
 
