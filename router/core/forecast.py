@@ -194,7 +194,7 @@ class Pool:
             return depth
         # A request that runs holds a block begun, which counts already while its prompt is unheard of. Where that does
         # not fit, one has ended that seems to run.
-        begun = len(self._running.keys() - self.pending.keys())
+        begun = len(self._running) - sum(each in self._running for each in self.pending)
         room = max(0, self._blocks - copies - begun)
         if room >= self._pending_blocks:
             return depth
