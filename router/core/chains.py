@@ -115,6 +115,11 @@ class Chains:
         self.has_lower = False
         self.blocks = 0
 
+    def has(self, place: int) -> bool:
+        """Whether a place is of these chains: ranks whose blocks are of another length may go by the same names."""
+        run, at = self._runs.at(place)
+        return run is not None and at < len(run.keys) and self._firsts.get(run.keys[0]) is run
+
     # --- what ranks store and lose --------------------------------------------------------------------
 
     def extend(
@@ -127,7 +132,7 @@ class Chains:
         self.has_lower = self.has_lower or tier != GPU
         spans: list[tuple[Run, int, int]] = []
         run, stop, at = None, 0, 0
-        if parent is not None:
+        if parent is not None and self.has(parent):
             run, stop = self._runs.at(parent)
             stop += 1
             if run is not None and stop < len(run.keys) and (at := _shared(run.keys, stop, keys, 0, len(keys))):
@@ -159,7 +164,7 @@ class Chains:
         """A rank has one more copy of a known block; True if it is its first there."""
         self.has_lower = self.has_lower or tier != GPU
         run, at = self._runs.at(place)
-        return run is not None and bool(self._gain(run, slot, at, at + 1, tier))
+        return run is not None and self.has(place) and bool(self._gain(run, slot, at, at + 1, tier))
 
     def _gain(self, run: Run, slot: int, start: int, stop: int, tier: str) -> int:
         twins = run.holders(tier).gain(slot, start, stop)

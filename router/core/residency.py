@@ -145,7 +145,7 @@ class Residency(LoneGroups):
         )
 
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
-        parent = None if event.parent is None else rank.names.places.get(event.parent)
+        parent = None if event.parent is None else self._place(rank, event.parent)
         parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
             parent = self._adopt(rank, slot, event, self.provisional.expected(slot))
@@ -173,6 +173,11 @@ class Residency(LoneGroups):
             self._enter(rank, slot, parent, keys, hashes)
         if rank.unnamed or rank.orphans:
             self._end_waits(rank, slot, event.hashes)
+
+    def _place(self, rank: RankState, name: EngineHash) -> int | None:
+        """Where a block is known in chains like the rank's."""
+        place = rank.names.places.get(name)
+        return place if place is not None and rank.chains.has(place) else None
 
     def _enter(
         self, rank: RankState, slot: int, parent: int | None, keys: Sequence[int], hashes: Sequence[EngineHash]
@@ -270,10 +275,9 @@ class Residency(LoneGroups):
             rule = self._rule(rank, event)
             if rule.kind is Kind.DENSE and rule.stride != rank.stride:  # until the device's own blocks tell
                 self._set_stride(slot, rule.stride)
-        known = [rank.names.places.get(name) for name in event.hashes]
-        known = [place if place is not None and self._runs.key(place) is not None else None for place in known]
+        known = [self._place(rank, name) for name in event.hashes]
         if None in known and event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
-            parent = None if event.parent is None else rank.names.places.get(event.parent)
+            parent = None if event.parent is None else self._place(rank, event.parent)
             key = None if parent is None else self._runs.key(parent)
             if key is not None or event.parent is None:
                 keys = keys_of_event(event, key, unit_tokens=self.block_tokens)

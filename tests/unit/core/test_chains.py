@@ -176,3 +176,18 @@ def test_the_longest_holder_is_known_after_it_has_gone() -> None:
     assert holders.length() == 5
     holders.drop(3)
     assert (holders.length(), holders.any_holds(3), holders.any_holds(4)) == (4, True, False)
+
+
+def test_a_place_in_chains_of_other_blocks_is_no_parent_and_has_no_copies() -> None:
+    """Runs are shared by chains of all block lengths; each keeps its own."""
+    runs = Runs()
+    short, long = Chains(runs), Chains(runs)
+    _, places = short.extend(0, None, keys_of("aa"))
+    last = [*places][-1]
+    new, (behind,) = long.extend(1, last, [1234])
+    assert (new, short.blocks, long.blocks) == (1, 2, 1)
+    assert not long.gain(1, last)
+
+    assert short.lose(0, last)
+    assert long.lose(1, behind)
+    assert (short.blocks, long.blocks) == (1, 0)

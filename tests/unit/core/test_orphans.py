@@ -43,3 +43,20 @@ def test_a_removal_takes_the_events_that_bring_the_block_and_no_others() -> None
         for last in ((10, 11), (20, 21), (30, 31))
     }
     assert found == {(10, 11): {0: 1}, (20, 21): {0: 1}, (30, 31): {0: 3}}
+
+
+def test_a_parent_among_blocks_of_another_length_is_not_known() -> None:
+    """Two ranks that name alike have blocks of one and of three tokens: what one stores the other has not."""
+    index = index_of()
+    index.add_rank(1, domain="engine")
+    index.apply(0, BlockStored((1, 2, 3), None, (1, 2, 3), 1))
+    index.apply(1, BlockStored((9,), None, (7, 7, 7), 3))
+    index.apply(1, BlockStored((4,), 3, (4, 5, 6), 3))
+    assert index.orphans(1) == 1
+    assert index.blocks(1) == 1
+
+    index.apply(1, BlockRemoved((3, 4, 9)))
+    index.apply(0, BlockRemoved((3, 2, 1)))
+    assert (index.orphans(1), index.blocks(0), index.blocks(1)) == (0, 0, 0)
+    index.sweep()
+    assert len(index) == 0
