@@ -27,6 +27,10 @@ class RetryBudget:
         """A client's request has come."""
         self._balance = min(self._reserve, self._balance + self._ratio)
 
+    def give_back(self) -> None:
+        """A retry for which there was no rank."""
+        self._balance = min(self._reserve, self._balance + 1.0)
+
     def spend(self) -> bool:
         """One retry, if there is one left."""
         if self._balance < 1.0:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from router.core.breaker import BreakerParameters, Breakers
 from router.core.forecast import Pool
+from router.core.fullness import FullRanks
 from router.core.index import PrefixIndex
 from router.core.load import LoadBook
 from router.core.pace import PaceLearner, PacePeers, prior
@@ -68,6 +69,7 @@ class Fleet:
                 max_open_ratio=settings.breaker_max_ratio,
             )
         )
+        self.full = FullRanks()
         self.loads = LoadBook(is_shared=self.shared.is_shared)
         self.sessions = SessionTable(max_sessions=settings.max_sessions, idle_seconds=settings.session_idle_seconds)
         #: Which prefill rank computed a session's last prompt, where answers are made elsewhere.
@@ -156,6 +158,7 @@ class Fleet:
             member.index.provisional.forget(slot)
         self.loads.forget(slot)
         self.breakers.forget(slot)
+        self.full.forget(slot)
         self.sessions.forget_slot(slot)
         self.prompts.forget_slot(slot)
         self.texts.forget(slot)

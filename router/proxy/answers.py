@@ -10,6 +10,7 @@ import msgspec
 from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout, WorkerRefused
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import Outcome
+from router.wire import http1
 
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
@@ -36,6 +37,12 @@ class Refusal:
         self.size += len(data)
         self._pieces.append(data)
         return self.size <= _MAX_REFUSAL_BYTES
+
+    @property
+    def all_lines(self) -> bytes:
+        """The headers with which it is passed on."""
+        lines = self.lines + self.head.lines
+        return lines if http1.bodiless(self.head.status) else b"%bcontent-length: %d\r\n" % (lines, self.size)
 
     @property
     def body(self) -> bytes:

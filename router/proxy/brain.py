@@ -26,9 +26,10 @@ from router.proxy.holding import HeldRequest, Holding
 from router.proxy.knowledge import Knowledge
 from router.proxy.leases import Lease, Leases
 from router.proxy.models import Models
-from router.proxy.prepared import PreparedRequest, guessed_tokens, request_text_keys
+from router.proxy.prepared import PreparedRequest, guessed_tokens
 from router.proxy.promises import Promises
 from router.proxy.splitting import by_part, contracts, no_worker
+from router.proxy.tokenization import TooLong
 from router.proxy.types import Attempt
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
@@ -132,15 +133,17 @@ class RouterBrain(Models):
         if session is not None and self._fleet.shared.is_shared:
             await self._fleet.shared.look_up(model, session, in_pairs=self.makes_pairs)
         seed, plain_seed = self.seeds(model, request.fields)
-        prompt, started = None, 0.0
+        prompt, started, is_taken = None, 0.0, True
         if self.tokenizes(model):
             started = self._fleet.clock()
-            prompt = await self.tokenize(request, model=model, seed=seed)
+            try:
+                prompt = await self.tokenize(request, model=model, seed=seed)
+            except TooLong:
+                is_taken = False
         tokens = None if prompt is None else prompt.tokens
         prompt_tokens = len(tokens) if tokens is not None else guessed_tokens(request)
-        is_taken = tokens is None or self.fits(model, prompt_tokens)
         if not is_taken:  # what every engine refuses computes nothing and leaves nothing: it goes by load alone
-            session, tokens, prompt_tokens = None, None, 1
+            session, prompt_tokens = None, 1
         prepared = PreparedRequest(
             model,
             session=session,
@@ -157,7 +160,7 @@ class RouterBrain(Models):
             prepared.know_keys(prompt.keys)
             prepared.tokenize_seconds = self._fleet.clock() - started
         elif is_taken:
-            prepared.text_keys = request_text_keys(request, model=model, seed=prepared.seed)
+            prepared.text_keys = await self.text_keys(request, model=model, seed=prepared.seed)
         return prepared
 
     def _keyed_by(self, prepared: PreparedRequest) -> str:
@@ -261,6 +264,10 @@ class RouterBrain(Models):
             other.noted = lease.noted
             prefill = Attempt(target=other.member.target, decision=half, lease=other)
         return Attempt(target=lease.member.target, decision=decision, lease=lease, prefill=prefill)
+
+    def full(self) -> frozenset[int]:
+        """Slots that have just said that they are full."""
+        return self._fleet.full.slots(now=self._fleet.clock())
 
     def _open(
         self, prepared: PreparedRequest, decision: Decision, request: RouteRequest, *, now: float, partner: int | None

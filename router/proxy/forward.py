@@ -6,6 +6,7 @@ Nothing here waits. A ``Forwarding`` is driven by whoever has news for it: a con
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from math import inf
 
@@ -19,7 +20,7 @@ from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.relay import Relay
 from router.proxy.types import Attempt, Outcome, Prepared
 from router.proxy.upstream import UpstreamConnection
-from router.wire import http1, sse
+from router.wire import sse
 
 
 class Forwarding:
@@ -29,6 +30,7 @@ class Forwarding:
         "_asks_again",
         "_attempt",
         "_by_seconds",
+        "_companions",
         "_connecting",
         "_connection",
         "_exchange",
@@ -36,6 +38,7 @@ class Forwarding:
         "_failures",
         "_forwarder",
         "_is_open_ended",
+        "_is_turned_away",
         "_last",
         "_number",
         "_outbound",
@@ -65,8 +68,11 @@ class Forwarding:
         self._asks_again = True
         self._excluded: frozenset[int] = frozenset()
         self._last: Refusal | Failure | None = None
+        #: Ranks whose partner failed, where requests are split.
+        self._companions: frozenset[int] = frozenset()
         #: A rank that is full has not failed.
         self._failures = 0
+        self._is_turned_away = False
 
     def begin(self) -> None:
         """Send it; later: try again, now that another rank has room for it."""
@@ -88,7 +94,7 @@ class Forwarding:
         is_late = self._exchange.client.clock() >= self._by_seconds
         if is_late or self._failures == forwarder.settings.max_attempts or not self._may_retry():
             return self._give_up()
-        held = (self._exchange, self._prepared, self._outbound, self._excluded)
+        held = (self._exchange, self._prepared, self._outbound, self._barred())
         if not forwarder.hold_again(*held, self.begin):
             self._try()
         return None
@@ -99,6 +105,7 @@ class Forwarding:
         except NoWorker:
             if self._last is None:
                 raise
+            self._forwarder.retries.give_back()
             return self._give_up()
         self._number += 1
         self._attempt = attempt
@@ -106,8 +113,21 @@ class Forwarding:
             self._exchange.trace.decided(attempt.decision, model=self._prepared.model, attempt=self._number)
         return self._dispatch(attempt)
 
+    def _barred(self) -> frozenset[int]:
+        """Ranks that are not tried again; once one has turned it away, those that have just turned others away too."""
+        return self._excluded | self._forwarder.brain.full() if self._is_turned_away else self._excluded
+
     def _choose(self) -> Attempt:
-        return self._forwarder.brain.choose(self._prepared, exclude=self._excluded)
+        """Of ranks to be tried second preferably none that is full, or whose partner failed."""
+        brain, barred = self._forwarder.brain, self._barred()
+        if barred:
+            free = barred | brain.full()
+            preferred = dict.fromkeys((free | self._companions, free))
+            preferred.pop(barred, None)
+            for exclude in preferred:
+                with contextlib.suppress(NoWorker):
+                    return brain.choose(self._prepared, exclude=exclude)
+        return brain.choose(self._prepared, exclude=barred)
 
     def _dispatch(self, attempt: Attempt) -> None:
         """Send it, on a connection that is there or on a new one."""
@@ -169,12 +189,11 @@ class Forwarding:
 
     def _remember(self, last: Refusal | Failure, outcome: Outcome) -> None:
         """Keep what the client will be told if no rank does better: before all what a full rank says."""
-        self._failures += outcome is not Outcome.PUSHBACK
-        kept = self._last
-        if outcome is Outcome.PUSHBACK or not (
-            isinstance(kept, Refusal) and outcome_of(kept.head.status) is Outcome.PUSHBACK
-        ):
+        is_full = outcome is Outcome.PUSHBACK
+        self._failures += not is_full
+        if is_full or not self._is_turned_away:
             self._last = last
+        self._is_turned_away |= is_full
 
     def _close_attempt(self, outcome: Outcome) -> None:
         attempt, connection = self._attempt, self._connection
@@ -324,11 +343,8 @@ class Forwarding:
             return exchange.fail(error_of(last))
         if exchange.client.begun:
             return exchange.fail(told_by(last))
-        lines = last.lines + last.head.lines
-        if not http1.bodiless(last.head.status):
-            lines += b"content-length: %d\r\n" % len(last.body)
         exchange.status = last.head.status
-        exchange.client.start(last.head.status_line, lines, has_length=True)
+        exchange.client.start(last.head.status_line, last.all_lines, has_length=True)
         exchange.client.write(last.body)
         exchange.client.end()
         return exchange.finish()
@@ -377,10 +393,4 @@ class Forwarding:
 
     def _log_failure(self, outcome: Outcome, cause: str) -> None:
         assert self._attempt is not None
-        self._forwarder.log.warning(
-            "attempt failed",
-            request_id=self._exchange.request_id.decode(),
-            rank=str(self._attempt.decision.id),
-            outcome=outcome.value,
-            cause=cause,
-        )
+        self._forwarder.log_failure(self._exchange, self._attempt.decision.id, outcome, cause=cause)

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from structlog.typing import FilteringBoundLogger
 
 from router.core.retry import RetryBudget
+from router.core.types import RankId
 from router.proxy.exchange import Exchange
 from router.proxy.instruments import Instruments
 from router.proxy.outbound import Outbound, Writer
-from router.proxy.types import Brain, Prepared
+from router.proxy.types import Brain, Outcome, Prepared
 from router.proxy.upstream import UpstreamPool
 from router.settings import UpstreamSettings
 
@@ -41,3 +42,8 @@ class Forwarder:
             lambda *_: False
         )
         self.retries = RetryBudget(ratio=settings.retry_ratio, reserve=settings.retry_reserve)
+
+    def log_failure(self, exchange: Exchange, rank: RankId, outcome: Outcome, *, cause: str) -> None:
+        """An attempt brought nothing, or broke off."""
+        request_id = exchange.request_id.decode()
+        self.log.warning("attempt failed", request_id=request_id, rank=str(rank), outcome=outcome.value, cause=cause)

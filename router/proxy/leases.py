@@ -134,6 +134,10 @@ class Leases:
             fleet.breakers.ended(member.slot, outcome.verdict, ranks=len(fleet.view.ranks), now=now)
             if outcome is Outcome.CONNECT:
                 fleet.on_unreachable(member.id.worker)
+            elif outcome is Outcome.PUSHBACK:
+                fleet.full.turned_away(member.slot, now=now)
+            elif outcome is Outcome.OK:
+                fleet.full.forget(member.slot)
         if prepared.session is not None and lease.binding is not None:
             model, session = prepared.model, prepared.session
             is_answered = outcome in _LEAVES_CONTEXT  # else it is tried again

@@ -22,7 +22,6 @@ import msgspec
 
 from router.core.pd import room
 from router.core.types import Handover
-from router.errors import NoWorker
 from router.fleet.target import Target
 from router.proxy.answers import Refusal, outcome_of
 from router.proxy.exchange import Exchange
@@ -218,26 +217,15 @@ class PrefillLeg:
 class PairForwarding(Forwarding):
     """One inference request in a fleet with roles; an attempt without a prefill leg is any other's."""
 
-    __slots__ = ("_companions", "_leg", "_meeting", "_params")
+    __slots__ = ("_leg", "_meeting", "_params")
 
     def __init__(self, forwarder: Forwarder, exchange: Exchange, prepared: Prepared, outbound: Outbound) -> None:
         super().__init__(forwarder, exchange, prepared, outbound)
         self._leg: PrefillLeg | None = None
         self._meeting: handover.Bootstrap | None = None
         self._params: msgspec.Raw | None = None
-        #: Ranks whose partner failed.
-        self._companions: frozenset[int] = frozenset()
 
     # --- an attempt -----------------------------------------------------------------------------
-
-    def _choose(self) -> Attempt:
-        brain, companions = self._forwarder.brain, self._companions - self._excluded
-        if companions:
-            try:
-                return brain.choose(self._prepared, exclude=self._excluded | companions)
-            except NoWorker:  # then one of them
-                pass
-        return brain.choose(self._prepared, exclude=self._excluded)
 
     def _dispatch(self, attempt: Attempt) -> None:
         if attempt.prefill is None:

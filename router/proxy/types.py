@@ -145,6 +145,9 @@ class Brain(Protocol):
     def choose(self, prepared: Prepared, *, exclude: frozenset[int] = frozenset()) -> Attempt:
         """Decide and open a lease. ``exclude`` holds slots that failed this request. Raises ``NoWorker``."""
 
+    def full(self) -> frozenset[int]:
+        """Slots that have just said that they are full."""
+
     def model_list(self) -> bytes:
         """The JSON answer of ``GET /v1/models``."""
 

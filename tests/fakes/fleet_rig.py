@@ -29,6 +29,7 @@ class FleetRig:
         queue: QueueSettings | None = None,
         pool_tokens: int | None = None,
         first_byte_seconds: float = 0.2,
+        retry_reserve: int = 1000,
     ) -> None:
         routing = routing or RoutingSettings()
         self.metrics = Metrics(CollectorRegistry())
@@ -42,7 +43,7 @@ class FleetRig:
             self.brain,  # type: ignore[arg-type]  # a protocol with a plain method cannot say what it is handed back
             self.metrics,
             ServerSettings(port=0),
-            UpstreamSettings(first_byte_seconds=first_byte_seconds),
+            UpstreamSettings(first_byte_seconds=first_byte_seconds, retry_reserve=retry_reserve),
             log,
             queue_settings=queue,
         )

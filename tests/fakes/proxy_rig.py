@@ -104,6 +104,9 @@ class FakeBrain:
                 return Attempt(target, decision, self.leases[-1])
         raise NoWorker("No rank can take the request now.")
 
+    def full(self) -> frozenset[int]:
+        return frozenset()
+
     def model_list(self) -> bytes:
         return b'{"object": "list", "data": []}'
 

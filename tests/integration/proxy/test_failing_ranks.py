@@ -7,20 +7,25 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from router.core.breaker import BreakerState
+from router.core.fullness import FULL_SECONDS
 from router.settings import Policy, RoutingSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Script, answer
 from tests.fakes.fleet_rig import FleetRig
 
 BROKEN: Script = (answer(500, b"{}"),)
 BAD: Script = (answer(400, b"{}"),)
+FULL: Script = (answer(429, b'{"full": 1}', headers={"Retry-After": "9"}),)
+IN_TURN = RoutingSettings(policy=Policy.ROUND_ROBIN)
 
 
 @asynccontextmanager
-async def fleet(*scripts: list[Script], routing: RoutingSettings) -> AsyncIterator[tuple[FleetRig, list[FaultWorker]]]:
+async def fleet(
+    *scripts: list[Script], routing: RoutingSettings, retry_reserve: int = 1000
+) -> AsyncIterator[tuple[FleetRig, list[FaultWorker]]]:
     """A router before workers that play these scripts, the last one again and again."""
     async with AsyncExitStack() as stack, asyncio.timeout(20):
         workers = [await stack.enter_async_context(FaultWorker(each)) for each in scripts]
-        world = FleetRig(*(worker.port for worker in workers), routing=routing)
+        world = FleetRig(*(worker.port for worker in workers), routing=routing, retry_reserve=retry_reserve)
         await world.start()
         stack.push_async_callback(world.plane.drain, 0)
         yield world, workers
@@ -54,3 +59,47 @@ async def test_a_request_at_fault_hides_no_broken_rank() -> None:
             assert state() is BreakerState.TRIAL
         await until_asked(12)
         assert state() is BreakerState.CLOSED
+
+
+async def test_a_full_fleet_is_asked_once_a_request() -> None:
+    """Of twelve full ranks the first request tries all; the others are told by the first what all have just said. None
+    of that wears out the budget of retries.
+    """
+    async with fleet(*([FULL],) * 12, routing=IN_TURN, retry_reserve=30) as (world, workers):
+        began = world.fleet.clock()
+        answers = [await world.ask(number) for number in range(60)]
+        rounds = 1 + int((world.fleet.clock() - began) / FULL_SECONDS)
+        assert {each.status for each in answers} == {429}
+        assert {each.headers["retry-after"] for each in answers} == {"9"}
+        assert answers[0].headers["x-homing-attempts"] == "12"
+        assert 60 + 11 <= sum(len(worker.requests) for worker in workers) <= 60 + 11 * rounds
+        assert world.count("homing_retries_denied_total") == 0
+
+
+async def test_the_one_rank_that_is_not_full_is_tried_second() -> None:
+    """And no other before it, though it is the last in turn."""
+    async with fleet([FULL], [FULL], [FULL, OK], routing=IN_TURN) as (world, workers):
+        assert (await world.ask("s")).status == 429
+        world.fleet.full.forget(2)
+        answer_ = await world.ask("s")
+        assert (answer_.status, answer_.headers["x-homing-worker"]) == (200, "w2")
+        assert sum(len(worker.requests) for worker in workers) <= 3 + 2
+
+
+async def test_full_ranks_are_asked_before_a_failure_is_told() -> None:
+    """A request that failed, and that nobody has turned away yet, is tried on a rank that has just turned others away;
+    once that turns it away too, no other is tried.
+    """
+    async with fleet([FULL, BROKEN], [FULL], [FULL], routing=IN_TURN) as (world, workers):
+        assert (await world.ask("s")).status == 429
+        answer_ = await world.ask("s")
+        assert (answer_.status, answer_.headers["x-homing-attempts"]) == (429, "2")
+        assert sum(len(worker.requests) for worker in workers) == 3 + 2
+
+
+async def test_an_answer_says_that_there_is_room() -> None:
+    """A rank that turned one request away and has served another since is tried second again."""
+    async with fleet([FULL, OK, FULL], [FULL, OK], routing=IN_TURN) as (world, workers):
+        assert (await world.ask("s")).status == 429
+        assert [(await world.ask("s")).headers["x-homing-attempts"] for _ in range(3)] == ["1", "1", "2"]
+        assert [len(worker.requests) for worker in workers] == [3, 3]
