@@ -241,6 +241,12 @@ class SharedHolding:
         copy = self._entered[block] = self.queue.enter(block)
         return copy
 
+    def _leave(self, blocks: Iterable[Block]) -> None:
+        """A copy of each is given up: what was entered before is no part of what is heard of next."""
+        self._entered.clear()
+        for block in blocks:
+            self.queue.leave(block)
+
     # --- the order of what happens ----------------------------------------------------------------------
 
     def _tick(self) -> int:

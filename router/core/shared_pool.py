@@ -206,12 +206,12 @@ class SharedPool(SharedHolding):
         """The rank gave a copy of a block of a sparse group up."""
         self._changes()
         self._sparse_copies = max(0, self._sparse_copies - 1)
-        self.queue.leave(self.block(group, key))
+        self._leave((self.block(group, key),))
 
     def lost_twin(self, key: int) -> None:
         """The rank gave up one of several copies of a block of the dense group."""
         self._changes()
-        self.queue.leave(key)
+        self._leave((key,))
 
     def removed(self, keys: Sequence[int], *, copies: int) -> None:
         """The rank gave up blocks of the dense group, of which it held so many ``copies`` before (0: not known)."""
@@ -221,8 +221,7 @@ class SharedPool(SharedHolding):
             nameless = [group for group in nameless if not self.keeps_all.get(group, False)]
             full = copies + self._sparse_copies + len(nameless)  # a block of those is held as it is filled
             self._blocks = max(self._blocks or 0, full)
-        for key in keys:
-            self.queue.leave(key)
+        self._leave(keys)
 
     def batch_ended(self) -> None:
         """All that the rank told of one step has come."""

@@ -129,3 +129,17 @@ def test_with_eagle_the_last_block_that_is_found_is_computed_again() -> None:
         stored(pool, keys, 0, window=(3, 4))
         sent(pool, keys)
     assert [depth(pool, others) for pool in pools] == [11, 10]
+
+
+def test_what_was_given_up_before_its_prompt_is_stored_is_not_held(pool: SharedPool) -> None:
+    """A window's block that was told of and removed is none of those that a request has, or lets go of."""
+    keys = [1, 2]
+    asked = sent(pool, keys)
+    pool.gained(WINDOW, 2)
+    pool.lost(WINDOW, 2)
+    stored(pool, keys, 0)
+    assert pool.queue.nameless == 2  # of the window, as no event of this prompt names them
+    assert sorted(pool.queue.pins) == keys
+    asked.ended(keys)
+    pool.batch_ended()
+    assert (pool.queue.nameless, pool.queue.pins) == (0, {})
