@@ -31,6 +31,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -69,6 +70,11 @@ _VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 #: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
 _VOLATILE_NAME = "x-anthropic-billing-header:"
+#: What a conversation's name is made of: so many of its first messages, and parts of each; of a long text its first and
+#: last characters. What a client sends beyond that costs no time.
+_HEAD_ITEMS = 64
+_HEAD_CHARS = 64 * 1024
+_USER_ID_CHARS = 4096
 _VOLATILE_LINE = re.compile(rf"^{_VOLATILE_NAME}[^\n]*\n?", re.MULTILINE)
 
 
@@ -127,9 +133,9 @@ def _from_body(fields: Mapping[str, Any]) -> str | None:
             return value
     metadata = fields.get("metadata")
     if isinstance(metadata, Mapping) and isinstance(user := metadata.get("user_id"), str):
-        if match := _OLD_USER_ID.search(user):
+        if match := _OLD_USER_ID.search(user[-_USER_ID_CHARS:]):
             return match.group(1)
-        if user.startswith("{") and (session := _session_in_json(user)):
+        if user.startswith("{") and len(user) <= _USER_ID_CHARS and (session := _session_in_json(user)):
             return session
     user = fields.get("user")
     return user if isinstance(user, str) and user else None
@@ -147,13 +153,14 @@ def _session_in_json(text: str) -> str | None:
 def conversation_head(fields: Mapping[str, Any]) -> int | None:
     """A hash of what stays the same through a conversation: everything up to its first user message.
 
-    A plain prompt has no turns, so nothing of it is stable: its prefix alone speaks for it (None).
+    A plain prompt has no turns, so nothing of it is stable: its prefix alone speaks for it (None), as it does where the
+    first messages are no user's.
     """
     messages = fields.get("messages")
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return None
     digest = xxhash.xxh3_64()
-    for message in messages:
+    for message in islice(messages, _HEAD_ITEMS):
         if not isinstance(message, Mapping):
             return None
         role = message.get("role")
@@ -165,13 +172,17 @@ def conversation_head(fields: Mapping[str, Any]) -> int | None:
 
 
 def _text(content: object) -> str:
-    """The text of a message, its parts kept apart, without volatile lines."""
+    """The text of a message's first parts, which are kept apart, without volatile lines."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str) else (content,)
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in islice(parts, _HEAD_ITEMS))
     return "\x02".join(map(_steady, (text for text in texts if isinstance(text, str))))
 
 
 def _steady(text: str) -> str:
+    if len(text) > 3 * _HEAD_CHARS:  # its ends, and how long it is: volatile lines count for none of them
+        head = _steady(text[: 2 * _HEAD_CHARS])
+        steady_chars = len(text) - 2 * _HEAD_CHARS + len(head)
+        return f"{head[:_HEAD_CHARS]}\x03{steady_chars}\x03{text[-_HEAD_CHARS:]}"
     # The expression is tried at every character, and hardly any text has the name in it.
     return _VOLATILE_LINE.sub("", text) if _VOLATILE_NAME in text else text
 

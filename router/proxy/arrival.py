@@ -6,7 +6,8 @@ Nothing here waits. An ``Arrival`` is driven by whoever has news for it: the gat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
@@ -20,6 +21,7 @@ from router.proxy.gate import Gate, refusal
 from router.proxy.outbound import Outbound
 from router.proxy.pair import PairForwarding
 from router.proxy.types import Held, HoldEnd, Outcome, Prepared
+from router.proxy.weight import is_quickly_read
 from router.settings import QueueSettings
 from router.wire import headers as names
 from router.wire import openai
@@ -147,8 +149,24 @@ class Arrival:
         exchange, request = self._exchange, self._exchange.request
         assert exchange.endpoint is not None, "the router answers this itself"
         self._leave = None
-        inference = openai.parse_request(exchange.endpoint, request.body)
-        head = request.head
+        if is_quickly_read(exchange.endpoint, request.body):
+            preparing = self._asked(openai.parse_request(exchange.endpoint, request.body))
+        else:
+            preparing = self._read_slowly(exchange.endpoint, request.body)
+        prepared = eager.start(preparing, exchange.client.loop)
+        if isinstance(prepared, asyncio.Task):
+            self._leave = prepared.cancel
+            prepared.add_done_callback(self._prepared)
+        else:
+            self._ready(prepared)
+
+    async def _read_slowly(self, endpoint: openai.Endpoint, body: bytes) -> Prepared:
+        """As what is read at once, but not on the loop."""
+        return await self._asked(await asyncio.to_thread(openai.parse_request, endpoint, body))
+
+    def _asked(self, inference: openai.InferenceRequest) -> Coroutine[Any, Any, Prepared]:
+        """Note what is to be sent on; how it is prepared."""
+        exchange, head = self._exchange, self._exchange.request.head
         if head.forwarded is None:
             head.forwarded = self._arrivals.rules.request_lines(head.headers)
         lines = head.forwarded + exchange.id_line
@@ -157,13 +175,7 @@ class Arrival:
         self._outbound = Outbound(inference, head.target, lines)
         brain = self._arrivals.forwarder.brain
         request_id = exchange.request_id.decode("ascii")
-        preparing = brain.prepare(inference, head.text, tenant=exchange.tenant, request_id=request_id)
-        prepared = eager.start(preparing, exchange.client.loop)
-        if isinstance(prepared, asyncio.Task):
-            self._leave = prepared.cancel
-            prepared.add_done_callback(self._prepared)
-        else:
-            self._ready(prepared)
+        return brain.prepare(inference, head.text, tenant=exchange.tenant, request_id=request_id)
 
     def _prepared(self, task: asyncio.Task[Prepared]) -> None:
         if self._leave is not None:

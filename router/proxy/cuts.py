@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 
 #: A stretch without a special token is cut at a line only after so many characters.
 LINE_CUT_CHARS = 4096
+#: No other thread runs while one is searched.
+_MOST_WINDOW_CHARS = 1024 * 1024
 _LINE = re.compile(r"\n(?<=\S\n)(?=[A-Za-z])")  # begins with a literal, which is what makes the search fast
 #: Split patterns under which a line is a safe cut: those of GPT-4 and Llama 3, of Qwen2 and later, of DeepSeek.
 _LINE_PATTERNS = (
@@ -65,7 +67,7 @@ class Cutter:
                 return line.end()
             if special:
                 return end
-            begin, window = end, 2 * window
+            begin, window = end, min(2 * window, _MOST_WINDOW_CHARS)
         return len(text)
 
     def pieces(self, text: str, start: int) -> Iterator[str]:

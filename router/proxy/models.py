@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
-from router.errors import BadRequest, NotFound, NoWorker
+from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet
 from router.fleet.target import ModelCard
+from router.proxy.lanes import Lanes
+from router.proxy.prepared import request_text_keys
 from router.proxy.token_cache import Chain
-from router.proxy.tokenization import Prompt, PromptTokenizer
+from router.proxy.tokenization import MOST_PROMPT_TOKENS, SLICE_CHARS, Draft, Prompt, PromptTokenizer, TooLong
+from router.proxy.weight import is_light
 from router.proxy.worker_tokens import WorkerTokenizer
 from router.wire.block_keys import namespace_seed
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
 
-#: Bodies larger than this are rendered, and more new text than this is tokenized, off the event loop.
-_INLINE_BYTES = 1024 * 1024
-_INLINE_CHARS = 8 * 1024
-#: The longest prompt that is followed where a rank does not say what it takes.
-_MOST_PROMPT_TOKENS: Final = 2 * 1024 * 1024
+#: More new text than this is tokenized off the event loop, and more than that never before shorter prompts.
+_INLINE_CHARS: Final = 8 * 1024
+_SHORT_CHARS: Final = 256 * 1024
+#: Names in errors are no longer than this.
+_SHOWN_CHARS: Final = 256
 
 
 class Census(NamedTuple):
@@ -49,6 +52,7 @@ class Models:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tokenizers: dict[str, PromptTokenizer] = {}
+        self._lanes = Lanes()
         self._workers: WorkerTokenizer | None = None
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
@@ -76,10 +80,7 @@ class Models:
     def token_ids(self, model: str, body: bytes) -> Sequence[int] | None:
         """The prompt's ids of a chat request's body; None without a tokenizer or template. For the self-check."""
         tokenizer = self._tokenizers.get(model)
-        try:
-            return tokenizer.encode(parse_request(Endpoint.CHAT, body)) if tokenizer is not None else None
-        except BadRequest:  # the template takes no such chat
-            return None
+        return tokenizer.encode(parse_request(Endpoint.CHAT, body)) if tokenizer is not None else None
 
     def set_alias(self, alias: str, model: str) -> None:
         """Another name clients may use: bodies are sent on with the model's own."""
@@ -121,11 +122,11 @@ class Models:
         """The shortest context among the ranks that serve a model; None where none of them says."""
         return min(self._contexts_of(model), default=None)
 
-    def fits(self, model: str, tokens: int) -> bool:
-        """Whether a prompt of so many tokens may have a rank that takes it."""
+    def most_tokens(self, model: str) -> int:
+        """The longest prompt that a rank may take."""
         contexts = self._contexts_of(model)
         all_say = contexts and len(contexts) == len(self._cards_of(model))
-        return tokens <= (max(contexts) if all_say else max([_MOST_PROMPT_TOKENS, *contexts]))
+        return max(contexts) if all_say else max([MOST_PROMPT_TOKENS, *contexts])
 
     def _cards_of(self, model: str) -> list[ModelCard]:
         return [member.cards[model] for member in self._fleet.members() if model in member.cards]
@@ -165,24 +166,38 @@ class Models:
         return self._workers is not None or model in self._tokenizers
 
     async def tokenize(self, request: InferenceRequest, *, model: str, seed: int) -> Prompt | None:
-        """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer."""
+        """The prompt's ids, and its keys in the blocks of all ranks that serve the model; None without a tokenizer.
+
+        Raises ``TooLong`` for more ids than any rank takes, whoever counts them. Cancelled, it ends with its slice.
+        """
+        most_tokens = self.most_tokens(model)
         tokenizer = self._tokenizers.get(model)
-        if tokenizer is None and self._workers is None:
-            return None
         if tokenizer is None:
-            assert self._workers is not None
-            tokens = await self._workers.tokens(request, model=model)
+            tokens = (
+                None
+                if self._workers is None
+                else await self._workers.tokens(request, model=model, most_tokens=most_tokens)
+            )
+            if tokens is not None and len(tokens) > most_tokens:
+                raise TooLong
             return None if tokens is None else Prompt(tokens, {})
-        if len(request.body) > _INLINE_BYTES:
-            draft = await asyncio.to_thread(tokenizer.start, request)
-        else:
-            draft = tokenizer.start(request)
+        start = partial(tokenizer.start, request, most_tokens=most_tokens)
+        draft = start() if is_light(request) else await self._lanes.run(start, is_long=True)
         if draft is None:
             return None
         chains = {Chain(index.block_tokens, seed) for index in self._fleet.indexes(model)}
-        if draft.unknown_chars > _INLINE_CHARS:
-            return await asyncio.to_thread(draft.finish, chains)
-        return draft.finish(chains)
+        unknown_chars = draft.unknown_chars
+        if unknown_chars <= _INLINE_CHARS:
+            return draft.finish(chains)
+        is_long = unknown_chars > _SHORT_CHARS
+        while isinstance(draft, Draft) and draft.unknown_chars > SLICE_CHARS:
+            await self._lanes.run(draft.advance, is_long=is_long)
+        return await self._lanes.run(partial(draft.finish, chains), is_long=is_long)
+
+    async def text_keys(self, request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
+        """The prompt's keys by its text alone."""
+        keyed = partial(request_text_keys, request, model=model, seed=seed)
+        return keyed() if is_light(request) else await self._lanes.run(keyed, is_long=True)
 
     def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
         """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
@@ -197,4 +212,7 @@ class Models:
 
 
 def _no_such_model(name: str) -> NotFound:
-    return NotFound(f"The model {name!r} does not exist or no worker serves it.", code="model_not_found", param="model")
+    shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
+    return NotFound(
+        f"The model {shown!r} does not exist or no worker serves it.", code="model_not_found", param="model"
+    )

@@ -116,12 +116,15 @@ def guessed_tokens(request: InferenceRequest) -> int:
 
 
 def request_text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
-    """Keys over the prompt's text; none where a prompt leaves nothing in a cache."""
-    if request.chat is not None:
-        text = chat_text(request.chat["messages"], tools=request.chat.get("tools"))
-    elif request.prompt is not None:
-        text = prompt_text(request.prompt)
-    else:
+    """Keys over the prompt's text; none where a prompt leaves nothing in a cache, or nests too deep for a text."""
+    try:
+        if request.chat is not None:
+            text = chat_text(request.chat["messages"], tools=request.chat.get("tools"))
+        elif request.prompt is not None:
+            text = prompt_text(request.prompt)
+        else:
+            return ()
+    except RecursionError:
         return ()
     return text_keys(text, parent=_text_seed(model, seed))
 

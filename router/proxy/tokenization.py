@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from tokenizers import Tokenizer
 
-from router.errors import BadRequest, ConfigError
+from router.errors import ConfigError
 from router.proxy.cuts import Cutter
 from router.proxy.encoder import Encode, encoder_of
 from router.proxy.token_cache import Chain, Known, TokenCache
 from router.wire import anthropic
 from router.wire.block_keys import block_keys
-from router.wire.chat_template import ChatTemplate, MediaContent, TemplateRefusal
+from router.wire.chat_template import ChatTemplate, TemplateRefusal
 from router.wire.openai import Endpoint, InferenceRequest
 
 #: Memory for the heads of chats, per model, and again for those of plain prompts.
 MAX_REMEMBERED_BYTES = 256 * 1024 * 1024
+#: What is tokenized at once, if it can be cut: a few hundredths of a second.
+SLICE_CHARS: Final = 64 * 1024
+#: A text of more characters a token than this is hardly one that fits: tables of blanks have as many.
+USUAL_CHARS: Final = 8
+#: The longest prompt that is followed where a rank does not say what it takes.
+MOST_PROMPT_TOKENS: Final = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +43,90 @@ class Prompt:
     keys: Mapping[Chain, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A prompt whose head is known and whose rest is not tokenized yet."""
+class TooLong(Exception):
+    """The prompt has more tokens than any rank takes."""
 
-    tokenizer: PromptTokenizer
-    cache: TokenCache
-    text: str
-    known: Known
-    closing: Sequence[int]
+
+class Draft:
+    """A prompt whose head is known and whose rest is tokenized slice by slice: one thread at a time, but any.
+
+    The tokenizer lets go of the interpreter. A text that would need tokens of unusual length to fit is counted in
+    fragments first, wherever those are cut: what no rank takes costs what the longest prompt does, whatever its size,
+    and if it has no place at which it could be cut for good.
+    """
+
+    __slots__ = (
+        "_at",
+        "_cache",
+        "_closing",
+        "_counted",
+        "_known",
+        "_most_tokens",
+        "_pieces",
+        "_rest",
+        "_text",
+        "_tokenizer",
+    )
+
+    def __init__(
+        self, tokenizer: PromptTokenizer, cache: TokenCache, text: str, *, closing: Sequence[int], most_tokens: int
+    ) -> None:
+        """Look the head up. Raises ``TooLong``."""
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._text = text
+        self._closing = closing
+        self._most_tokens = most_tokens
+        self._known: Known | None = None
+        self._pieces: list[tuple[str, array[int]]] = []
+        self._rest: Iterator[str] = iter(())
+        #: How far it has been tokenized, or counted while nothing is known; and how many tokens that is.
+        self._at = self._counted = 0
+        if len(text) <= USUAL_CHARS * most_tokens:
+            self._look_up()
 
     @property
     def unknown_chars(self) -> int:
-        """What ``finish`` will tokenize."""
-        return len(self.text) - self.known.chars
+        """What is left for ``finish`` to tokenize."""
+        return len(self._text) - self._at
+
+    def advance(self) -> None:
+        """Tokenize a slice of the rest. Raises ``TooLong``."""
+        if self._known is None:
+            end = self._at + SLICE_CHARS
+            self._count(self._tokenizer.ids(self._text[self._at : end]))
+            self._at = min(end, len(self._text))
+            if self._at == len(self._text):
+                self._look_up()
+            return
+        end = self._at + SLICE_CHARS
+        for piece in self._rest:
+            ids = self._tokenizer.ids(piece)
+            self._pieces.append((piece, ids))
+            self._at += len(piece)
+            self._count(ids)
+            if self._at >= end:
+                break
 
     def finish(self, chains: Iterable[Chain] = ()) -> Prompt:
-        """Tokenize the rest; once. On any thread: the tokenizer lets go of the interpreter."""
-        pieces = [(piece, self.tokenizer.ids(piece)) for piece in self.tokenizer.pieces(self.text, self.known.chars)]
-        tail = pieces.pop()[1] if pieces else array("I")
-        tail.extend(self.closing)
-        return Prompt(*self.cache.keep(self.text, self.known, pieces, tail=tail, chains=chains))
+        """Tokenize what is left, and key it; once. Raises ``TooLong``."""
+        while self.unknown_chars:
+            self.advance()
+        assert self._known is not None
+        tail = self._pieces.pop()[1] if self._pieces else array("I")
+        tail.extend(self._closing)
+        return Prompt(*self._cache.keep(self._text, self._known, self._pieces, tail=tail, chains=chains))
+
+    def _look_up(self) -> None:
+        self._known = self._cache.look_up(self._text)
+        self._at, self._counted = self._known.chars, len(self._closing)
+        self._count(self._known.tokens)
+        self._rest = iter(self._tokenizer.pieces(self._text, self._at))
+
+    def _count(self, ids: Sequence[int]) -> None:
+        self._counted += len(ids)
+        if self._counted > self._most_tokens:
+            raise TooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +134,11 @@ class Given:
     """A prompt that came as token ids."""
 
     tokens: array[int]
-    unknown_chars: int = 0
+
+    @property
+    def unknown_chars(self) -> int:
+        """Hashing an id takes a hundredth of the time that tokenizing a character does."""
+        return len(self.tokens) // 100
 
     def finish(self, chains: Iterable[Chain] = ()) -> Prompt:
         """Hash it whole: there is no text by which its head could be known."""
@@ -114,21 +187,28 @@ class PromptTokenizer:
             raise ConfigError(f"the chat template does not parse: {error}") from error
         return cls(tokenizer, template)
 
-    def start(self, request: InferenceRequest) -> Draft | Given | None:
+    def start(self, request: InferenceRequest, *, most_tokens: int = MOST_PROMPT_TOKENS) -> Draft | Given | None:
         """Render the prompt and look its head up. Time in the size of the text, but next to none.
 
-        None where there is no single prompt, no chat template, or more than text in the messages. Raises
-        ``BadRequest`` for what the template refuses.
+        None where there is no single prompt, no chat template, more than text in the messages, or what the template
+        refuses: the worker may have another, and judges. Raises ``TooLong`` where there are sure to be more tokens than
+        ``most_tokens``; a message has one at least.
         """
         if request.chat is not None:
+            if len(request.chat["messages"]) > most_tokens:
+                raise TooLong
             text = self._render(request)
-            return None if text is None else Draft(self, self._chats, text, self._chats.look_up(text), ())
+            return None if text is None else Draft(self, self._chats, text, closing=(), most_tokens=most_tokens)
         prompt = request.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return Draft(self, self._texts, prompt, self._texts.look_up(prompt), self._closing)
-        if isinstance(prompt, list) and prompt and set(map(type, prompt)) == {int}:
+            return Draft(self, self._texts, prompt, closing=self._closing, most_tokens=most_tokens)
+        if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+            if len(prompt) > most_tokens:
+                raise TooLong
+            if set(map(type, prompt)) != {int}:
+                return None
             try:
                 return Given(array("I", prompt))
             except OverflowError:  # not an id
@@ -144,24 +224,16 @@ class PromptTokenizer:
         """Token ids of a text, nothing added."""
         return self._encode(piece)
 
-    def pieces(self, text: str, start: int) -> Iterable[str]:
+    def pieces(self, text: str, start: int) -> Iterator[str]:
         """``text`` from the cut ``start`` on, in pieces that tokenize as in the whole."""
         return self._cutter.pieces(text, start)
 
     def _render(self, request: InferenceRequest) -> str | None:
         if self._template is None or request.chat is None:
             return None
-        try:
+        with contextlib.suppress(TemplateRefusal):
             return _rendered(self._template, request.chat)
-        except MediaContent:
-            return None
-        except TemplateRefusal as error:
-            if request.endpoint is Endpoint.CHAT:
-                raise BadRequest(
-                    f"the model's chat template refuses these messages: {error}", param="messages"
-                ) from error
-        # The router's own translation was refused; whether the engine's is, the engine will say. System messages may
-        # stand anywhere in Anthropic's: for templates that want one first vLLM merges them.
+        # Anthropic's system messages may stand anywhere: for templates that want one first vLLM merges them.
         if request.endpoint is Endpoint.MESSAGES:
             merged = {**request.chat, "messages": anthropic.system_first(request.chat["messages"])}
             with contextlib.suppress(TemplateRefusal):

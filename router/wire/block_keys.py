@@ -19,11 +19,21 @@ from functools import lru_cache
 import xxhash
 
 TOKEN_BYTES = 4
+#: Names longer than this are not remembered: clients choose how long their salts are.
+_REMEMBERED_CHARS = 1024
+
+
+def namespace_seed(*parts: str) -> int:
+    """The chain's root for a namespace: model, then adapter, salt and whatever else divides caches."""
+    return _seed(*parts) if sum(map(len, parts)) > _REMEMBERED_CHARS else _remembered_seed(*parts)
 
 
 @lru_cache(maxsize=1024)
-def namespace_seed(*parts: str) -> int:
-    """The chain's root for a namespace: model, then adapter, salt and whatever else divides caches."""
+def _remembered_seed(*parts: str) -> int:
+    return _seed(*parts)
+
+
+def _seed(*parts: str) -> int:
     material = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
     return xxhash.xxh3_64_intdigest(material, seed=0)
 

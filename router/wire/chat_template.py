@@ -13,6 +13,7 @@ prefix there. What vLLM does to messages before a template sees them (``renderer
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -22,6 +23,7 @@ import jinja2
 import jinja2.ext
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 from jinja2 import nodes
 from jinja2.runtime import LoopContext
 
@@ -32,6 +34,7 @@ _TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _BILLING_LINE = "x-anthropic-billing-header"
 _DICT_METHODS = frozenset(dir(dict))
+_MOST_INDENTS = 32
 _LOOP_NAMES = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
@@ -66,20 +69,25 @@ class ChatTemplate:
         extra: Mapping[str, object] | None = None,
         documents: object = None,
     ) -> str:
-        """The prompt's text. Raises ``TemplateRefusal``; ``MediaContent`` where a message is not all text."""
-        shown = [_shown(message, walks_parts=self._walks_parts) for message in messages]
-        if not self._knows_developer and any(message["role"] == "developer" for message in shown):
-            shown = _with_one_system([_as_system(message) for message in shown])
-        values = {
-            **self._variables,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            **(extra or {}),
-            "messages": shown,
-            "tools": [_shown_tool(tool) for tool in tools] if tools else None,
-        }
+        """The prompt's text. Raises ``TemplateRefusal``; ``MediaContent`` where a message is not all text.
+
+        Any JSON may stand in any place: what is of the wrong type is refused, here or by the template's expressions.
+        """
         try:
+            shown = [_shown(message, walks_parts=self._walks_parts) for message in messages]
+            if not self._knows_developer and any(message["role"] == "developer" for message in shown):
+                shown = _with_one_system([_as_system(message) for message in shown])
+            values = {
+                **self._variables,
+                "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+                **(extra or {}),
+                "messages": shown,
+                "tools": [_shown_tool(tool) for tool in tools] if tools else None,
+            }
             return self._template.render(values)
+        except TemplateRefusal:
+            raise
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise TemplateRefusal(str(error)) from error
 
@@ -288,8 +296,34 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """``transformers``' filter: unlike Jinja's own it does not escape HTML."""
+    """``transformers``' filter: unlike Jinja's own it does not escape HTML.
+
+    Indented it refuses what is nested deeper than schemas are, as blanks by the depth make gigabytes of a megabyte.
+    """
+    if indent is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+    if _is_deep(value):
+        raise TemplateRefusal(f"JSON is nested deeper than {_MOST_INDENTS}")
+    if type(indent) is int and indent > 0 and separators is None:
+        with contextlib.suppress(msgspec.DecodeError):  # infinities, which JSON has not
+            # The same in a tenth of the time: Python's own encoder indents value by value.
+            compact = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+            return msgspec.json.format(compact, indent=indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(_MOST_INDENTS + 1):
+        if not level:
+            return False
+        level = [
+            child
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for child in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    return bool(level)
 
 
 def _raise_exception(message: str) -> NoReturn:

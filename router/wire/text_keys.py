@@ -50,7 +50,10 @@ def text_bytes(blocks: int) -> int:
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], *, tools: object = None) -> bytes:
-    """A conversation as bytes that do not depend on how its JSON was written. A turn only adds to them."""
+    """A conversation as bytes that do not depend on how its JSON was written. A turn only adds to them.
+
+    Raises ``RecursionError`` for values nested as deep as can be decoded, but not encoded.
+    """
     pieces: list[bytes] = [msgspec.json.encode(tools)] if tools else []
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -63,5 +66,5 @@ def chat_text(messages: Sequence[Mapping[str, Any]], *, tools: object = None) ->
 
 
 def prompt_text(prompt: object) -> bytes:
-    """A plain prompt as bytes: a string, strings, or token ids."""
+    """A plain prompt as bytes: a string, strings, or token ids. Raises as ``chat_text``."""
     return prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)

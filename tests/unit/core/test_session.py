@@ -291,3 +291,39 @@ def test_junk_never_raises(fields: dict[str, object]) -> None:
     key = identify({}, fields, tenant="t")
 
     assert key is None or (0 < len(key.session) <= MAX_ID_CHARS and key.session.encode())
+
+
+# --- what a name costs ----------------------------------------------------------------------------
+
+
+def test_of_a_long_text_the_ends_and_the_length_name_a_conversation() -> None:
+    """A megabyte of system prompt is told from another by its beginning, its end and its size."""
+    text = "word " * 200_000
+    names = [
+        conversation_head(chat(("system", system), ("user", "Hello")))
+        for system in (text, text, f"a{text}", f"{text}a", text[:400_000] + text[400_005:], "word " * 199_999 + "wort ")
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == len(names) - 1
+
+
+@pytest.mark.parametrize("words", [10, 200_000])
+def test_a_volatile_line_counts_for_nothing_in_a_text_of_any_length(words: int) -> None:
+    """Not even by how long it is."""
+    rest = "word " * words
+    names = {
+        conversation_head(chat(("system", f"x-anthropic-billing-header: {'c' * size}\n{rest}"), ("user", "Hello")))
+        for size in (0, 1, 100)
+    }
+    assert len(names) == 1
+
+
+def test_a_conversation_whose_first_messages_are_no_users_has_no_name() -> None:
+    """A thousand messages of the system are nobody's head."""
+    assert conversation_head(chat(*[("system", "x")] * 1000, ("user", "Hello"))) is None
+
+
+def test_a_user_id_is_read_up_to_its_bound() -> None:
+    """A session stands at the end of it, or in a short object."""
+    assert named({}, {"metadata": {"user_id": "u" * 1_000_000 + f"_session_{UUID}"}}) == UUID
+    assert named({}, {"metadata": {"user_id": f'{{"a": "{"u" * 1_000_000}", "session_id": "{UUID}"}}'}}) is None

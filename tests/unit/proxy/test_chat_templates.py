@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from chats import NEEDLE, chat, turns
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.errors import BadRequest, ConfigError
+from router.errors import ConfigError
 from router.proxy.tokenization import PromptTokenizer
 from router.wire.chat_template import ChatTemplate, TemplateRefusal
 
@@ -72,13 +75,58 @@ def test_variables_and_arguments_reach_the_template() -> None:
         "{{ messages[0].content | int('x', 99) + none }}",
     ],
 )
-def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
-    """Whatever its expressions raise, and without a way out of the sandbox."""
+def test_what_a_template_refuses_is_for_the_worker_to_judge(source: str) -> None:
+    """Whatever its expressions raise, and without a way out of the sandbox: there are no ids, and no error."""
+    with pytest.raises(TemplateRefusal):
+        rendered(source, turns("x"))
     tokenizer = Tokenizer.from_file(str(NEEDLE / "tokenizer.json"))
-    ours = PromptTokenizer(tokenizer, ChatTemplate(source, variables={}))
-    with pytest.raises(BadRequest, match="refuses") as refusal:
-        ours.encode(chat(turns("x")))
-    assert refusal.value.param == "messages"
+    assert PromptTokenizer(tokenizer, ChatTemplate(source, variables={})).encode(chat(turns("x"))) is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        (turns("x"), {"tools": 5}),
+        (turns("x"), {"tools": True}),
+        ([{"role": "assistant", "tool_calls": 5}], {}),
+        ([{"role": "assistant", "tool_calls": {"a": 1}}], {}),
+        (turns([{"type": []}]), {}),
+        (turns([{"type": {}, "text": ""}]), {}),
+        ([{}], {}),
+    ],
+)
+def test_what_is_of_the_wrong_type_is_refused(messages: Sequence[Mapping[str, Any]], fields: dict[str, Any]) -> None:
+    """By the form that messages must have: no error of the router's own."""
+    with pytest.raises(TemplateRefusal):
+        rendered("{{ messages[0].content }}", messages, **fields)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=JSON, indent=st.integers(-1, 8), sort_keys=st.booleans(), ensure_ascii=st.booleans())
+def test_indented_json_is_pythons(value: object, indent: int, sort_keys: bool, ensure_ascii: bool) -> None:
+    """Character by character, as ``transformers`` has it."""
+    options = {"indent": indent, "sort_keys": sort_keys, "ensure_ascii": ensure_ascii}
+    source = "{{ tools[0] | tojson(indent=indent, sort_keys=sort_keys, ensure_ascii=ensure_ascii) }}"
+    assert rendered(source, turns("x"), tools=[value], extra=options) == json.dumps(value, **options)  # type: ignore[arg-type]
+
+
+def test_nesting_makes_no_gigabytes_of_blanks() -> None:
+    """Each level is indented: 500 lists in 500 are 500 kB, and with four blanks a level half a gigabyte."""
+    schema: object = "x"
+    for _ in range(30):
+        schema = {"properties": schema}
+    assert rendered("{{ tools | tojson(indent=4) }}", turns("x"), tools=[schema]) == json.dumps([schema], indent=4)
+    for _ in range(500):
+        schema = [schema]
+    with pytest.raises(TemplateRefusal):
+        rendered("{{ tools | tojson(indent=4) }}", turns("x"), tools=[schema] * 500)
 
 
 def test_deeply_nested_tools_are_refused_or_rendered() -> None:

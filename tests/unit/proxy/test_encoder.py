@@ -59,6 +59,33 @@ def test_one_that_differs_or_refuses_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert list(encode("İ")) == whole(tokenizer_of("needle"), "İ")
 
 
+def test_what_it_cannot_encode_tokenizers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its expressions run out of stack in a megabyte of blanks."""
+
+    class Weak(_Native):
+        def encode(self, text: str, *, add_special_tokens: bool) -> SimpleNamespace:
+            if len(text) > 2000:
+                raise ValueError("Max stack size exceeded for backtracking")
+            return SimpleNamespace(ids=whole(tokenizer_of("needle"), text))
+
+        def from_json_str(self, _: str) -> _Native:
+            return self
+
+    module = ModuleType("fastokens")
+    module.Tokenizer = Weak(None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastokens", module)
+    text = " " * 3000
+
+    assert list(encoder_of(tokenizer_of("needle"))(text)) == whole(tokenizer_of("needle"), text)
+
+
+@pytest.mark.parametrize("text", [" " * 1_000_000, "\n" * 1_000_000, "\n " * 500_000])
+def test_no_text_is_too_much(text: str) -> None:
+    """As it is, on the real one."""
+    pytest.importorskip("fastokens")
+    assert len(encoders("smollm2")(text)) > 0
+
+
 def test_without_it_tokenizers_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is optional."""
     monkeypatch.setitem(sys.modules, "fastokens", None)

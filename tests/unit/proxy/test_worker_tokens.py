@@ -16,11 +16,14 @@ from router.fleet.fleet import Fleet
 from router.fleet.target import Target
 from router.proxy import worker_tokens
 from router.proxy.brain import RouterBrain
-from router.proxy.worker_tokens import RETRY_SECONDS, WorkerTokenizer
+from router.proxy.worker_tokens import RETRY_SECONDS, USUAL_BYTES, WorkerTokenizer
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
+
+#: The longest prompt that a rank takes.
+MOST = 1000
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -60,10 +63,10 @@ async def test_what_decides_a_prompt_is_asked_and_nothing_else() -> None:
     worker = Worker(answers(200, {"count": 3, "tokens": [1, 2, 3], "max_model_len": 9}))
     tools = [{"type": "function", "function": {"name": "f"}}]
 
-    ids = await worker.tokenizer.tokens(chat(tools=tools, temperature=0.5, user="alice"), model="m")
+    ids = await worker.tokenizer.tokens(chat(tools=tools, temperature=0.5, user="alice"), model="m", most_tokens=MOST)
     assert ids == array("I", [1, 2, 3])
     text = parse_request(Endpoint.COMPLETIONS, b'{"model": "alias", "prompt": ["abc"]}')
-    await worker.tokenizer.tokens(text, model="m")
+    await worker.tokenizer.tokens(text, model="m", most_tokens=MOST)
 
     assert worker.asked == [
         {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools},
@@ -86,10 +89,10 @@ async def test_a_worker_that_cannot_is_left_in_peace_for_a_while(answer: Handler
     """One call, then none until the time is over."""
     worker = Worker(answer)
     for _ in range(5):
-        assert await worker.tokenizer.tokens(chat(), model="m") is None
+        assert await worker.tokenizer.tokens(chat(), model="m", most_tokens=MOST) is None
     assert len(worker.asked) == 1
     worker.now = RETRY_SECONDS
-    await worker.tokenizer.tokens(chat(), model="m")
+    await worker.tokenizer.tokens(chat(), model="m", most_tokens=MOST)
     assert len(worker.asked) == 2
 
 
@@ -97,17 +100,26 @@ async def test_a_request_that_a_worker_refuses_silences_nobody() -> None:
     """A 400 is about this prompt; the next is asked again."""
     worker = Worker(answers(400, {"error": {}}))
     for _ in range(3):
-        assert await worker.tokenizer.tokens(chat(), model="m") is None
+        assert await worker.tokenizer.tokens(chat(), model="m", most_tokens=MOST) is None
     assert len(worker.asked) == 3
 
 
 async def test_a_model_nobody_serves_is_not_asked_about() -> None:
     """Nor is a prompt that is none."""
     worker = Worker(answers(200, {"tokens": [1]}))
-    assert await worker.tokenizer.tokens(chat(), model="other") is None
+    assert await worker.tokenizer.tokens(chat(), model="other", most_tokens=MOST) is None
     ids = parse_request(Endpoint.COMPLETIONS, b'{"model": "m", "prompt": ["a", "b"]}')
-    assert await worker.tokenizer.tokens(ids, model="m") is None
+    assert await worker.tokenizer.tokens(ids, model="m", most_tokens=MOST) is None
     assert worker.asked == []
+
+
+async def test_what_can_hardly_fit_is_not_asked_about() -> None:
+    """Nor what cannot be written again: the worker's time goes by the longest prompt, not by the body."""
+    worker = Worker(answers(200, {"tokens": [1]}))
+    long = parse_request(Endpoint.COMPLETIONS, b'{"model": "m", "prompt": "' + b"x" * (USUAL_BYTES * MOST) + b'"}')
+    assert await worker.tokenizer.tokens(long, model="m", most_tokens=MOST) is None
+    assert worker.asked == []
+    assert await worker.tokenizer.tokens(long, model="m", most_tokens=2 * MOST) is not None
 
 
 async def test_calls_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +140,9 @@ async def test_calls_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         clock=lambda: 0.0,
         timeout_seconds=5.0,
     )
-    waiting = [asyncio.ensure_future(tokenizer.tokens(chat(), model="m")) for _ in range(2)]
+    waiting = [asyncio.ensure_future(tokenizer.tokens(chat(), model="m", most_tokens=MOST)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert await tokenizer.tokens(chat(), model="m") is None
+    assert await tokenizer.tokens(chat(), model="m", most_tokens=MOST) is None
     gate.set()
     assert await asyncio.gather(*waiting) == [array("I", [7])] * 2
     assert calls == 2
