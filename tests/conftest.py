@@ -12,4 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Everyone runs the same examples, so a failure is the change's own. HYPOTHESIS_PROFILE=random looks for new ones.
 settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("random", print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+profile = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+settings.load_profile(profile)
+if profile == "random":  # making a failure small takes longer than a test may; cut short it would be called flaky
+    os.environ.setdefault("PYTEST_TIMEOUT", "0")

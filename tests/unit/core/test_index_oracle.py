@@ -26,7 +26,7 @@ SALTS = st.sampled_from(["", "tenant"])
 
 def name_of(salt: str, prefix: Prompt) -> int:
     """An engine's name for a block: anything that is unique to the content before and in it."""
-    return hash(("engine", salt, prefix)) & (1 << 64) - 1
+    return int.from_bytes(bytes([len(salt), *prefix[::BLOCK]]))
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -25,7 +25,7 @@ def keys_of(text: str) -> list[int]:
 
 def name_of(text: str) -> int:
     """An engine's name for the block that ends a text."""
-    return hash(("engine", text)) & (1 << 64) - 1
+    return int.from_bytes(text.encode())
 
 
 class LateJoinMachine(RuleBasedStateMachine):
