@@ -127,6 +127,7 @@ class _Replay:
                 pool_tokens=capture.pool_tokens,
                 pool_blocks=capture.pool_blocks,
                 prefill_chunk_tokens=capture.prefill_chunk_tokens,
+                max_running_requests=capture.max_running_requests,
             )
             self._fleet.set_status(slot, RankStatus.READY)
         self._slots = frozenset(range(ranks))

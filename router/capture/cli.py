@@ -160,6 +160,7 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
                     "pool_tokens": info.pool_tokens,
                     "pool_blocks": info.pool_blocks,
                     "chunked_prefill_size": info.prefill_chunk_tokens,
+                    "max_running_requests": info.max_running_requests,
                     **options.geometry,
                 },
             )

@@ -23,6 +23,7 @@ from router.capture.notes import (
     first_number,
     geometry_of,
     mapping,
+    max_running_of,
     merged,
     pool_blocks_of,
     pool_tokens_of,
@@ -93,6 +94,7 @@ class Capture:
     pool_tokens: int | None = None
     pool_blocks: int | None = None
     prefill_chunk_tokens: int | None = None
+    max_running_requests: int | None = None
     adapters: frozenset[str] = frozenset()
 
 
@@ -138,6 +140,7 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         pool_tokens=pool_tokens_of(settings),
         pool_blocks=pool_blocks_of(settings, metrics, ranks=1 + max((message.rank for message in messages), default=0)),
         prefill_chunk_tokens=first_number(settings, "chunked_prefill_size"),
+        max_running_requests=max_running_of(settings),
         adapters=adapters_of(settings),
     )
 

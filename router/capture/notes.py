@@ -71,6 +71,13 @@ def pool_blocks_of(settings: Mapping[str, Any], metrics: Sequence[str], *, ranks
     return blocks // ranks - 1 if blocks else None
 
 
+def max_running_of(settings: Mapping[str, Any]) -> int | None:
+    """How many requests one rank of SGLang runs at once: what its schedulers say, else what they were told."""
+    name = "effective_max_running_requests_per_dp"
+    told = (value for key, value in _nested(settings) if key == name and isinstance(value, int))
+    return next(told, None) or first_number(settings, "max_running_requests")
+
+
 def _metric(metrics: Sequence[str], name: str) -> int | None:
     setting = re.compile(_SETTING.format(name))
     return next((int(match[1]) for text in metrics if (match := setting.search(text))), None)

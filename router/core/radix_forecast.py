@@ -47,13 +47,15 @@ class RadixForecast(Forecast):
         room: int,
         page_tokens: int,
         heard: int,
+        seats: int | None,
     ) -> None:
         """The requests ``running`` have so many pages of their own, and so many tokens are kept free for them; ``rows``
-        tells which is whose.
+        tells which is whose. No more run at once than there are ``seats``.
         """
         super().__init__(order, (), room=room)
         self._blocks = blocks
         self._page_tokens = page_tokens
+        self._seats = seats
         self._spare = 1 if page_tokens > 1 else 0  # pages that a request is thought to need more than it does
         self._holds: dict[Allocation, dict[Stretch, int]] = {}
         self._cuts: dict[Stretch, list[int]] = {}  # of what was used anew: where its nodes end
@@ -141,6 +143,8 @@ class RadixForecast(Forecast):
 
     def _fits(self, keys: Sequence[int], want: Want) -> bool:
         """``PrefillAdder.add_one_req``. What it finds cannot be given up for it."""
+        if self._seats is not None and self._seated() >= self._seats:
+            return False
         page = self._page_tokens
         locked = self._gather() if self._locked is None else self._locked
         found = lockable = 0
@@ -156,6 +160,11 @@ class RadixForecast(Forecast):
         free_tokens = (self._blocks - self._own_pages - fresh - held) * page
         lacking_tokens = want.prompt_tokens - found * page
         return lacking_tokens + want.reserved_tokens + page < free_tokens - self._reserved_tokens - self._due_tokens
+
+    def _seated(self) -> int:
+        """How many are let in and have not ended."""
+        running = 0 if self._ask_rows is None else len(self._running)  # else they are among the rows
+        return running + len(self._rows) + len(self._admitted)
 
     def _is_pinned(self, stretch: Stretch) -> bool:
         return stretch.pins > self._released.get(stretch, 0)

@@ -16,11 +16,12 @@ from router.core.radix_requests import Row, Unheard, Want
 
 
 class RadixPool(Pool):
-    """A pool whose pages hold ``page_tokens`` tokens."""
+    """A pool whose pages hold ``page_tokens`` tokens, of a rank that runs so many requests at once (``seats``)."""
 
-    def __init__(self, blocks: int | None, *, page_tokens: int) -> None:
+    def __init__(self, blocks: int | None, *, page_tokens: int, seats: int | None = None) -> None:
         super().__init__(blocks, is_radix=True)
         self._page_tokens = page_tokens
+        self._seats = seats
         self._happened = 0
         self._heard = 0
         self._unheard: dict[Allocation, Unheard] = {}
@@ -32,7 +33,7 @@ class RadixPool(Pool):
 
     def anew(self) -> RadixPool:
         """One like it, of which nothing is known."""
-        return RadixPool(self._blocks if self._is_known else None, page_tokens=self._page_tokens)
+        return RadixPool(self._blocks if self._is_known else None, page_tokens=self._page_tokens, seats=self._seats)
 
     def sent(self, keys: Sequence[int], *, blocks: int, want: Want | None = None) -> Allocation:
         """A request is on its way to the rank."""
@@ -166,7 +167,8 @@ class RadixPool(Pool):
         reserved_tokens = want.prompt_tokens + want.reserved_tokens + math.ceil(due_tokens)
         reserved_tokens += sum(each.want.reserved_tokens for each in self._unheard.values())
         spare_pages = 2 * (len(self.pending) + len(self._running) + 1)
-        if room >= self._pending_blocks + spare_pages + reserved_tokens // self._page_tokens:
+        is_roomy = room >= self._pending_blocks + spare_pages + reserved_tokens // self._page_tokens
+        if is_roomy and not self._is_seated_out():
             return depth
 
         def foretell() -> RadixForecast:
@@ -182,6 +184,7 @@ class RadixPool(Pool):
                 room=room,
                 page_tokens=self._page_tokens,
                 heard=self._heard,
+                seats=self._seats,
             )
 
         if self._foretold is None or self._forecast is None or room != self._foretold_room:
@@ -193,6 +196,13 @@ class RadixPool(Pool):
             forecast.wait(keys, want)
             return max(forecast.kept(keys, depth), forecast.found(keys))
         return forecast.kept(keys, depth)
+
+    def _is_seated_out(self) -> bool:
+        """Whether as many run, or will, as may at once."""
+        if self._seats is None:
+            return False
+        coming = sum(each.is_running and each not in self._running for each in self.pending)
+        return len(self._running) + coming >= self._seats
 
     def _rows(self) -> dict[Allocation, Row]:
         """Those that run, in the order in which they were sent: the engine's."""

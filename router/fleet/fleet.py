@@ -114,6 +114,7 @@ class Fleet:
         pool_tokens: int | None,
         pool_blocks: int | None = None,
         prefill_chunk_tokens: int | None = None,
+        max_running_requests: int | None = None,
         cards: Mapping[str, ModelCard] | None = None,
     ) -> int:
         """Know a rank, PENDING at first. Returns its slot: the lowest that is free.
@@ -138,6 +139,7 @@ class Fleet:
             pool_tokens=pool_tokens,
             pool_blocks=pool_blocks,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            max_running_requests=max_running_requests,
             cards=cards or {},
         )
         self._members[slot] = member
@@ -315,7 +317,11 @@ class Fleet:
         if blocks and member.target.engine is Engine.VLLM:
             blocks -= 1  # one stands for no block at all
         is_radix = member.target.engine is Engine.SGLANG
-        pool = RadixPool(blocks, page_tokens=block_tokens) if is_radix else Pool(blocks, all_blocks=member.pool_blocks)
+        pool = (
+            RadixPool(blocks, page_tokens=block_tokens, seats=member.max_running_requests)
+            if is_radix
+            else Pool(blocks, all_blocks=member.pool_blocks)
+        )
         member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
         member.index.meet(member.slot, groups)
         self._measure(member)

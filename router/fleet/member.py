@@ -49,6 +49,7 @@ class Member:
     pool_tokens: int | None = None
     pool_blocks: int | None = None
     prefill_chunk_tokens: int | None = None
+    max_running_requests: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None

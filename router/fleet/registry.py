@@ -50,6 +50,7 @@ class Ranks(Picture, Protocol):
         pool_tokens: int | None,
         pool_blocks: int | None,
         prefill_chunk_tokens: int | None,
+        max_running_requests: int | None,
         cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
@@ -323,6 +324,7 @@ class Registry:
             pool_tokens=info.pool_tokens,
             pool_blocks=info.pool_blocks,
             prefill_chunk_tokens=info.prefill_chunk_tokens,
+            max_running_requests=info.max_running_requests,
             cards=info.cards,
         )
 

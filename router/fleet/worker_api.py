@@ -51,6 +51,8 @@ class WorkerInfo:
     pool_blocks: int | None = None
     #: Of prompts, no more tokens than these are computed at once.
     prefill_chunk_tokens: int | None = None
+    #: A rank runs no more at once.
+    max_running_requests: int | None = None
     #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
     cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
@@ -118,6 +120,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         pool_blocks=_pool_blocks(cache, dp_size=dp_size) if engine is Engine.VLLM else None,
         prefill_chunk_tokens=_number((server or {}).get("chunked_prefill_size")),
+        max_running_requests=_max_running(server),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
         bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),
@@ -338,6 +341,13 @@ def _pool_tokens(
         ranks = dp_size if engine is Engine.VLLM else 1  # vLLM counts the blocks of all its ranks together
         return blocks * block_tokens // ranks
     return _number((server or {}).get("max_total_num_tokens"))
+
+
+def _max_running(server: Mapping[str, Any] | None) -> int | None:
+    """How many requests one rank of SGLang runs at once, as it says of its schedulers."""
+    states = (server or {}).get("internal_states")
+    state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
+    return _number(state.get("effective_max_running_requests_per_dp"))
 
 
 def _pool_blocks(cache: Mapping[str, str], *, dp_size: int) -> int | None:

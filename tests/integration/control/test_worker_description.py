@@ -47,6 +47,8 @@ SGLANG_INFO: dict[str, Any] = {
     "page_size": 16,
     "max_total_num_tokens": 1536,
     "chunked_prefill_size": 4096,
+    "max_running_requests": 96,
+    "internal_states": [{"effective_max_running_requests_per_dp": 48}],
     "kv_events": {
         "publisher": "zmq",
         "endpoint_host": "*",
@@ -93,7 +95,7 @@ async def test_sglang_with_two_ranks() -> None:
     async with ControlWorker({"/server_info": as_json(SGLANG_INFO)}) as worker, httpx.AsyncClient() as client:
         info = await describe(client, WorkerSpec(url=worker.url))
     assert (info.engine, info.dp_size, info.block_tokens, info.pool_tokens) == (Engine.SGLANG, 2, 16, 1536)
-    assert info.prefill_chunk_tokens == 4096
+    assert (info.prefill_chunk_tokens, info.max_running_requests) == (4096, 48)
     assert info.pool_blocks is None
     assert [source and (source.endpoint, source.replay_endpoint) for source in info.sources] == [
         ("tcp://127.0.0.1:15700", "tcp://127.0.0.1:15800"),

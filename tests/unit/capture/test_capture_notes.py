@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.capture.notes import adapters_of, block_tokens_of, geometry_of, merged
+from router.capture.notes import adapters_of, block_tokens_of, geometry_of, max_running_of, merged
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,12 @@ def test_where_no_note_tells_the_block_vllms_metrics_do() -> None:
     assert block_tokens_of({}, ["other", metrics]) == 64
     assert block_tokens_of({}, [metrics.replace('"None"', '"16"')]) == 16
     assert block_tokens_of({}, []) is None
+
+
+def test_how_many_run_at_once_is_the_schedulers_word_before_the_settings() -> None:
+    """SGLang's setting may be for all its ranks together."""
+    info = {"max_running_requests": 96, "internal_states": [{"effective_max_running_requests_per_dp": 48}]}
+
+    assert max_running_of(merged([{"info": info}])) == 48
+    assert max_running_of(merged([{"geometry": {"max_running_requests": 96}}])) == 96
+    assert max_running_of({}) is None

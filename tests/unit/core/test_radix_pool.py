@@ -189,6 +189,16 @@ def test_a_prompt_that_waits_finds_what_those_before_it_have_computed() -> None:
     assert pool.kept(keys("uvwz"), 0, copies=3, want=Want(72, 16)) == 3
 
 
+def test_a_prompt_for_which_no_seat_is_left_finds_what_those_before_it_have_computed() -> None:
+    """There is room for all, but two run at once: the third waits until one ends, which both have been computed by."""
+    seated, free = (RadixPool(100, page_tokens=16, seats=seats) for seats in (2, 3))
+    for pool in (seated, free):
+        pool.sent(keys("abcd"), blocks=5)
+        pool.sent(keys("abxy"), blocks=5)
+
+    assert [pool.kept(keys("abxz"), 0, copies=0) for pool in (seated, free)] == [3, 0]
+
+
 def test_a_prompt_that_does_not_wait_finds_nothing_of_what_is_being_computed() -> None:
     """With forty pages both are let in, one after the other."""
     pool = pool_of(40, "abc")
