@@ -30,7 +30,7 @@ class Run:
     """Blocks one behind the other, by chain key. ``parent`` is where it begins: behind a block of another run.
 
     ``device`` are its holders in accelerator memory, ``lower`` those of each tier under it. ``floor`` is the length up
-    to which other runs need it.
+    to which other runs need it; ``branches`` are these by where they begin, those stored first first.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Run:
     parent: tuple[Run, int] | None
     device: Holders = field(default_factory=Holders)
     lower: dict[str, Holders] = field(default_factory=dict)
-    branches: dict[int, set[Run]] = field(default_factory=dict)
+    branches: dict[int, dict[Run, None]] = field(default_factory=dict)
     floor: int = 0
     has_lost_its_end: bool = False
 
@@ -155,7 +155,7 @@ class Chains:
             return run, stop, stop + len(keys)
         added = self._runs.add(keys, None if run is None else (run, stop))
         if run is not None:
-            run.branches.setdefault(stop, set()).add(added)
+            run.branches.setdefault(stop, {})[added] = None
             run.floor = max(run.floor, stop)
         self._firsts[keys[0]] = added
         return added, 0, len(keys)
@@ -255,7 +255,7 @@ class Chains:
         del self._firsts[run.keys[0]], self._runs.by_number[run.number]
         if run.parent is not None:
             parent, stop = run.parent
-            parent.branches[stop].remove(run)
+            del parent.branches[stop][run]
             if not parent.branches[stop]:
                 del parent.branches[stop]
                 parent.floor = max(parent.branches, default=0)

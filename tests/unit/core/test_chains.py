@@ -191,3 +191,14 @@ def test_a_place_in_chains_of_other_blocks_is_no_parent_and_has_no_copies() -> N
     assert short.lose(0, last)
     assert long.lose(1, behind)
     assert (short.blocks, long.blocks) == (1, 0)
+
+
+def test_of_branches_that_begin_at_one_place_the_first_stored_is_forgotten_first() -> None:
+    """Whatever the machine: the order is that of events."""
+    chains = Chains(Runs())
+    _, (stem,) = chains.extend(0, None, keys_of("s"))
+    leaves = "etaoinshrdlu"
+    for letter in leaves:
+        chains.extend(0, stem, keys_of("s" + letter)[1:])
+    forgotten = [key for _ in leaves for keys, _ in chains.evict(1) for key in keys]
+    assert forgotten == [keys_of("s" + letter)[1] for letter in leaves]
