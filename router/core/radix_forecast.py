@@ -26,7 +26,7 @@ from router.core.recency import Recency, Stretch
 
 #: So many answers are let end until a prompt that waits is let in, on a rank that generates no more than so many.
 _MOST_ENDS = 4
-_MOST_ROWS = 16
+MOST_ROWS = 16
 #: Of what was given up: nothing is left.
 _GONE = Stretch(())
 
@@ -123,7 +123,7 @@ class RadixForecast(Forecast):
 
     def wait(self, keys: Sequence[int], want: Want) -> None:
         """Go on until it is let in. Nobody else may be asked for afterwards."""
-        for _ in range(_MOST_ENDS if len(self._running) + len(self._rows) <= _MOST_ROWS else 0):
+        for _ in range(_MOST_ENDS if len(self._running) + len(self._rows) <= MOST_ROWS else 0):
             if not self._queue:
                 self._use(keys)
             self._launch()

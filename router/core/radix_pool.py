@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from router.core.forecast import MAX_PENDING, Allocation, Pool
-from router.core.radix_forecast import RadixForecast
+from router.core.radix_forecast import MOST_ROWS, RadixForecast
 from router.core.radix_requests import Row, Unheard, Want
 
 
@@ -198,8 +198,8 @@ class RadixPool(Pool):
         return forecast.kept(keys, depth)
 
     def _is_seated_out(self) -> bool:
-        """Whether as many run, or will, as may at once."""
-        if self._seats is None:
+        """Whether as many run, or will, as may at once, and few enough for ends to be looked ahead."""
+        if self._seats is None or len(self._running) > MOST_ROWS:
             return False
         coming = sum(each.is_running and each not in self._running for each in self.pending)
         return len(self._running) + coming >= self._seats
