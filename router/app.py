@@ -28,7 +28,8 @@ from router.admin.explain import sampled_log
 from router.core.load import explains_silence
 from router.core.types import RankStatus
 from router.core.usable import Geometry
-from router.errors import ConfigError, Conflict, NotFound
+from router.core.ways import can_spare
+from router.errors import ConfigError
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
@@ -167,6 +168,7 @@ class Router:
                 has_progress=is_at_work,
                 encode=brain.token_ids,
                 promised=fleet.promised_tokens,
+                can_spare=lambda slots, leaving: can_spare(fleet.view, slots, leaving),
             ),
         )
         fleet.on_unreachable = self._registry.doubt
@@ -260,14 +262,9 @@ class Router:
     async def _take_over(self, after: Settings) -> list[str]:
         found = changes(self._settings, after)
         complaints = [f"{key} takes effect with a new process only" for key in found.ignored]
-        for name in found.leaving:
-            with contextlib.suppress(NotFound):  # removed by hand before
-                await self._registry.remove(name)
-        for spec in found.joining:
-            try:
-                self._registry.add(spec)
-            except Conflict as error:
-                complaints.append(str(error))
+        if found.leaving or found.joining:
+            refused = await self._registry.change(leaving=found.leaving, joining=found.joining)
+            complaints += map(str, refused.values())
         routing = reloaded_routing(self._settings, after)
         if routing != self._settings.routing:
             self._brain.use(routing)

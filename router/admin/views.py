@@ -24,6 +24,7 @@ def worker_view(worker: Worker, ranks: Mapping[int, RankInfo]) -> Json:
         "status": worker.status,
         "reason": worker.reason or None,
         "draining": worker.is_draining,
+        "leaves_after": None if worker.awaits is None else sorted(worker.awaits),
     }
     if info is not None:
         view |= {
@@ -65,9 +66,9 @@ def rank_view(rank: RankInfo) -> Json:
 
 
 def workers_view(registry: Registry, fleet: Fleet) -> list[Json]:
-    """All workers."""
+    """All workers, those that a reload took off the list last; these leave after the ones that they name, or before."""
     ranks = {rank.slot: rank for rank in fleet.ranks()}
-    return [worker_view(worker, ranks) for worker in registry.workers()]
+    return [worker_view(worker, ranks) for worker in (*registry.workers(), *registry.outgoing())]
 
 
 def fleet_view(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: str) -> Json:
@@ -87,7 +88,7 @@ def fleet_view(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: st
         "policy": policy,
         "workers": [
             {"id": worker.name, "url": worker.spec.url, "status": worker.status, "reason": worker.reason or None}
-            for worker in registry.workers()
+            for worker in (*registry.workers(), *registry.outgoing())
         ],
         "ranks": ranks,
         "sessions": len(fleet.sessions),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,6 +22,13 @@ def can_serve(ranks: Iterable[RankView]) -> bool:
         and (part.role is WorkerRole.UNIFIED or part.is_self_sufficient or part.handover in prefill)
         for part in ready
     )
+
+
+def can_spare(view: FleetView, slots: Collection[int], leaving: Collection[int]) -> bool:
+    """Whether the ranks that stay are ready to answer for every model of these ``slots``; ``leaving`` go as well."""
+    models = {model for rank in view.ranks if rank.slot in slots for model in rank.models}
+    staying = [rank for rank in view.ranks if rank.slot not in leaving]
+    return all(can_serve(rank for rank in staying if model in rank.models) for model in models)
 
 
 def lacking(view: FleetView, model: str) -> WorkerRole | None:

@@ -8,7 +8,7 @@ router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import httpx
@@ -19,6 +19,7 @@ from router.core.types import RankId, RankStatus
 from router.errors import Conflict, HomingError, NotFound, WorkerError
 from router.fleet.doubles import Place, is_same_process, places
 from router.fleet.event_stream import EventStream, Picture, StreamTimes
+from router.fleet.outgoing import Outgoing
 from router.fleet.parity import Checker, Standing
 from router.fleet.probes import SENTENCES, Verdict, judge, probe, until_due
 from router.fleet.target import ModelCard, Target
@@ -86,7 +87,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         #: One at a time is compared with those in force, so that of two that are one, one comes in.
         self._recognizing = asyncio.Lock()
-        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._outgoing = Outgoing(self._hooks.can_spare, log)
         self._tasks: asyncio.TaskGroup | None = None
         self._context: zmq.asyncio.Context | None = None
 
@@ -107,17 +108,24 @@ class Registry:
         """All registered workers, in order of registration."""
         return list(self._workers.values())
 
+    def outgoing(self) -> Sequence[Worker]:
+        """Those that are registered no more, and serve until others can."""
+        return list(self._outgoing)
+
     def worker(self, name: str) -> Worker:
-        """One worker. Raises ``NotFound``."""
-        if name not in self._workers:
-            raise NotFound(f"There is no worker {name!r}.", code="worker_not_found", param="id")
-        return self._workers[name]
+        """One worker, perhaps an outgoing one. Raises ``NotFound``."""
+        for worker in [*self.workers(), *self.outgoing()]:
+            if worker.name == name:
+                return worker
+        raise NotFound(f"There is no worker {name!r}.", code="worker_not_found", param="id")
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Register a worker; it is asked and entered in the background. Raises ``Conflict``."""
         self._refuse_known(spec)
-        worker = self._workers[spec.name] = Worker(spec)
-        if self._tasks is not None:
+        worker = next((each for each in self._outgoing if each.spec == spec and not each.is_ending), Worker(spec))
+        self._outgoing.take(worker)
+        self._workers[spec.name] = worker
+        if self._tasks is not None and worker.life is None:
             self._start(worker)
         return worker
 
@@ -141,14 +149,26 @@ class Registry:
                 raise Conflict(f"Worker {other.name!r} at {other.spec.url} is registered already.", param="url")
 
     async def remove(self, name: str) -> None:
-        """Forget a worker with all its ranks held. Requests on it may finish. Raises ``NotFound``."""
+        """Forget a worker with all its ranks held, at once. Requests on it may finish. Raises ``NotFound``."""
         worker = self.worker(name)
-        del self._workers[name]
-        life = self._lives.pop(name, None)
-        if life is not None:
-            life.cancel()
-            await asyncio.wait([life])
-        self._log.info("worker removed", worker=worker.name)
+        if self._workers.get(name) is worker:
+            del self._workers[name]
+        self._outgoing.take(worker)
+        await worker.end()
+        self._log.info("worker removed", worker=name)
+
+    async def change(self, *, leaving: Iterable[str], joining: Iterable[WorkerSpec]) -> dict[str, Conflict]:
+        """Replace workers; they serve until they are dispensable (``fleet/outgoing``). Returns who cannot join."""
+        for worker in [self._workers.pop(name) for name in leaving if name in self._workers]:
+            self._outgoing.add(worker)
+        refused, joined = {}, []
+        for spec in joining:
+            try:
+                joined.append(self.add(spec).name)
+            except Conflict as conflict:
+                refused[spec.name] = conflict
+        await self._outgoing.await_also(joined, self._workers)
+        return refused
 
     def drain(self, name: str) -> Worker:
         """Give a worker no new sessions; those at home there leave one by one. Raises ``NotFound``."""
@@ -181,7 +201,7 @@ class Registry:
 
     def _start(self, worker: Worker) -> None:
         assert self._tasks is not None
-        self._lives[worker.name] = self._tasks.create_task(self._live(worker))
+        worker.life = self._tasks.create_task(self._live(worker))
 
     async def _live(self, worker: Worker) -> None:
         while True:
@@ -195,7 +215,10 @@ class Registry:
     async def _follow(self, worker: Worker) -> None:
         """Until the worker turns out to be laid out in another way."""
         info = await self._ask_until_known(worker)
+        is_served = await self._outgoing.replace(worker, remove_rank=self._ranks.remove_rank)
         worker.slots = tuple(self._enter(info, rank) for rank in range(info.dp_size))
+        if is_served:
+            self._show(worker, RankStatus.READY, "")
         try:
             async with asyncio.TaskGroup() as streams:
                 worker.streams = self._streams(info, worker.slots)
@@ -291,8 +314,9 @@ class Registry:
 
     def doubt(self, name: str) -> None:
         """Look after a worker at once: a request could not be sent to it."""
-        if (worker := self._workers.get(name)) is not None:
-            worker.doubted.set()
+        for worker in [*self.workers(), *self.outgoing()]:
+            if worker.name == name:
+                worker.doubted.set()
 
     async def _is_back(self, worker: Worker) -> bool:
         """A worker that failed a probe answers again: the same, a new process, or laid out in another way (False)?"""
@@ -369,6 +393,8 @@ class Registry:
         worker.status, worker.reason = status, reason
         for slot in worker.slots:
             self._ranks.set_status(slot, status)
+        if status is RankStatus.READY and self._tasks is not None and self._outgoing.dispensable(self._workers):
+            self._tasks.create_task(self._outgoing.end_dispensable(self._workers))
 
 
 def _is_double(spec: WorkerSpec, other: Worker) -> str:

@@ -6,13 +6,12 @@ the beginning of time, so that a replica that restarts takes nobody's later deed
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from router.errors import Conflict, NotFound
+from router.errors import Conflict
 from router.fleet.registry import Registry
 from router.settings import WorkerSpec
 from router.wire.redis import WorkerEntry
@@ -133,21 +132,12 @@ def records(registry: Registry) -> dict[str, WorkerRecord]:
 
 async def carry_out(registry: Registry, changes: Mapping[str, WorkerRecord | None]) -> dict[str, Conflict]:
     """Do here what was done at another replica. Returns the workers that this registry cannot have, with the reason."""
-    refused: dict[str, Conflict] = {}
-    present = {worker.name: worker for worker in registry.workers()}
+    specs = {worker.name: worker.spec for worker in registry.workers()}
+    wanted = {name: record.spec for name, record in changes.items() if record is not None}
+    leaving = [name for name in changes if name in specs and specs[name] != wanted.get(name)]
+    joining = [spec for name, spec in wanted.items() if specs.get(name) != spec]
+    refused = await registry.change(leaving=leaving, joining=joining) if leaving or joining else {}
     for name, record in changes.items():
-        worker = present.get(name)
-        if worker is not None and (record is None or worker.spec != record.spec):
-            with contextlib.suppress(NotFound):  # gone while another one was removed
-                await registry.remove(name)
-            worker = None
-        if record is None:
-            continue
-        if worker is None:
-            try:
-                registry.add(record.spec)
-            except Conflict as conflict:
-                refused[name] = conflict
-                continue
-        (registry.drain if record.is_draining else registry.undrain)(name)
+        if record is not None and name not in refused:
+            (registry.drain if record.is_draining else registry.undrain)(name)
     return refused

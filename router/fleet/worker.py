@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from router.core.types import RankStatus
@@ -13,8 +13,11 @@ from router.fleet.parity import Encode, Parity, Promised
 from router.fleet.worker_api import WorkerInfo
 from router.settings import WorkerSpec
 
+#: Told slots, and those of all who leave: whether the others can answer for the models of the former.
+CanSpare = Callable[[Collection[int], Collection[int]], bool]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Worker:
     """A registered worker. Written by the registry alone; ``reason`` says in a sentence why it is not ready."""
 
@@ -25,6 +28,10 @@ class Worker:
     places: frozenset[Place] = frozenset()
     slots: tuple[int, ...] = ()
     is_draining: bool = False
+    #: Off the list: it serves until these workers can, or others. None: on the list.
+    awaits: frozenset[str] | None = None
+    #: Its task, while the registry runs.
+    life: asyncio.Task[None] | None = None
     failed_probes: int = 0
     doubted: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[EventStream] = field(default_factory=list)
@@ -34,6 +41,17 @@ class Worker:
     def name(self) -> str:
         """Its id in metrics, headers and the admin API."""
         return self.spec.name
+
+    @property
+    def is_ending(self) -> bool:
+        """``end`` has been called."""
+        return self.life is not None and self.life.cancelling() > 0
+
+    async def end(self) -> None:
+        """Stop its task, and wait until that has cleared up."""
+        if self.life is not None:
+            self.life.cancel()
+            await asyncio.wait([self.life])
 
 
 async def _nothing_more(_: Worker) -> None:
@@ -48,3 +66,4 @@ class Hooks:
     encode: Encode = lambda _model, _body: None
     promised: Promised = lambda _slot, _tokens: 0
     has_progress: Callable[[Worker], bool] = lambda _: False
+    can_spare: CanSpare = lambda _slots, _leaving: False

@@ -90,6 +90,25 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             _write(config, third, policy="round_robin")
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
             await _ready(admin, third)
+
+            _write(config, first, policy="round_robin")  # every worker is another
+            running.process.send_signal(signal.SIGHUP)
+            await _ready(admin, first)
+            renamed = [{"url": first.url, "id": "renamed"}]
+            config.write_text(json.dumps({"workers": renamed, "routing": {"policy": "round_robin"}}))
+            assert (await admin.post("/admin/reload")).json() == {"complaints": []}
+            async with asyncio.timeout(15):
+                while [each["id"] for each in (await admin.get("/admin/workers")).json()["workers"]] != ["renamed"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            typo = [{"url": "http://127.0.0.1:9", "id": "renamed"}]
+            config.write_text(json.dumps({"workers": typo, "routing": {"policy": "round_robin"}}))
+            assert (await admin.post("/admin/reload")).json() == {"complaints": []}
+            await asyncio.sleep(0.3)
+            shown = (await admin.get("/admin/workers")).json()["workers"]
+            assert [(each["url"], each["leaves_after"]) for each in shown] == [
+                ("http://127.0.0.1:9", None),
+                (first.url, ["renamed"]),
+            ]
             done.set()
             await asyncio.gather(*asking)
             assert len(statuses) > 10

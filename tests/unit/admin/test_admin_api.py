@@ -74,6 +74,7 @@ async def test_a_worker_is_added_listed_and_removed(plane: Plane) -> None:
         "status": "pending",
         "reason": "not asked yet",
         "draining": False,
+        "leaves_after": None,
         "ranks": [],
     }
     assert (await plane.http.get("/admin/workers")).json() == {"workers": [added.json()]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -43,6 +44,17 @@ class FakeRegistry:
 
     async def remove(self, name: str) -> None:
         del self.present[name]
+
+    async def change(self, *, leaving: Iterable[str], joining: Iterable[WorkerSpec]) -> dict[str, Conflict]:
+        for name in leaving:
+            del self.present[name]
+        refused = {}
+        for spec in joining:
+            try:
+                self.add(spec)
+            except Conflict as conflict:
+                refused[spec.name] = conflict
+        return refused
 
     def drain(self, name: str) -> None:
         self.present[name].is_draining = True
