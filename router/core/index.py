@@ -255,14 +255,14 @@ class PrefixIndex(Residency):
     def _boundary(
         self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None
     ) -> int:
-        def mask_of(masks: dict[int, int], promised: dict[int, int]) -> Mask:
-            return (lambda key: masks.get(key, 0) | promised.get(key, 0)) if promised else masks.get
+        def mask_of(group: int) -> Mask:
+            now, promised = self._sparse[group].masks, self.provisional.sparse.get(group, {})
+            if forecast is None:
+                return (lambda key: now.get(key, 0) | promised.get(key, 0)) if promised else now.get
+            unkept = forecast.unkept(keys[rank.stride - 1 :: rank.stride], depth // rank.stride, promised.get)
+            return forecast.mask(group, now.get, unkept, bit=rank.bit)
 
-        groups = {
-            group: mask_of(self._sparse[group].masks, self.provisional.sparse.get(group, {})) for group in rank.rules
-        }
-        if forecast is not None:
-            groups = {group: forecast.mask(group, now, bit=rank.bit) for group, now in groups.items()}
+        groups = {group: mask_of(group) for group in rank.rules}
         return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
 
     # --- what others show -----------------------------------------------------------------------------

@@ -76,8 +76,10 @@ class SharedForecast(ForetoldQueue):
 
     # --- what will be there -----------------------------------------------------------------------------
 
-    def mask(self, group: int, now: Mask, *, bit: int) -> Mask:
-        """Which blocks of another group than the dense one will be there, as ``bit``; of others it is as ``now``."""
+    def mask(self, group: int, now: Mask, promised: Mask, *, bit: int) -> Mask:
+        """Which blocks of another group than the dense one will be there, as ``bit``; of those that nothing is known of
+        here it is as ``now``, or as ``promised``.
+        """
         pool, front, lost, named = self._pool, self._front.number, self._lost, self._named
         order, twins, tag = pool.queue.order, pool.queue.twins, pool.tag(group)
 
@@ -85,9 +87,25 @@ class SharedForecast(ForetoldQueue):
             block = key ^ tag
             number = order.get(block)
             if number is None and block not in twins and block not in named:
-                return now(key)
+                return (now(key) or 0) | (promised(key) or 0)
             is_left = number is not None and number >= front and block not in lost
             return bit if is_left or self._found(block) is not None else 0
+
+        return held
+
+    def unkept(self, keys: Sequence[int], depth: int, promised: Mask) -> Mask:
+        """What is promised of a prompt's first ``depth`` blocks and not computed yet: what requests that were gone
+        through leave of theirs is known, which may be other blocks than they were sent for.
+        """
+        known: frozenset[int] | None = None
+
+        def held(key: int) -> int | None:
+            nonlocal known
+            if not (mask := promised(key)):
+                return None
+            if known is None:
+                known = frozenset(keys[: self._covered(keys, depth)])
+            return None if key in known else mask
 
         return held
 
@@ -161,7 +179,7 @@ class SharedForecast(ForetoldQueue):
         keys, size = allocation.keys, pool.block_tokens
         blocks, most = -(-allocation.prompt_tokens // size), (allocation.prompt_tokens - 1) // size
         while True:
-            masks = {group: self.mask(group, _nowhere, bit=1) for group in pool.rules}
+            masks = {group: self.mask(group, _nowhere, _nowhere, bit=1) for group in pool.rules}
             known = self._known_prefix(keys, most)
             found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules)
             found = max(0, found - pool.recomputed_blocks)

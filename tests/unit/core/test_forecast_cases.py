@@ -71,6 +71,18 @@ def test_what_waits_for_state_finds_what_is_computed_meanwhile() -> None:
     )
 
 
+def test_windows_that_are_kept_are_those_of_when_a_prompt_is_scheduled() -> None:
+    """As it was sent two blocks of it were known, and what lies before them was promised; one is left when it comes."""
+    shared(
+        38,
+        [("sliding_window", 1), ("sliding_window", 1)],
+        lambda rank: rank.serve(["dde", "aa"]),
+        lambda rank: rank.send("a"),
+        lambda rank: rank.send("ggggggg"),
+        lambda rank: rank.send("ddd"),
+    )
+
+
 def radix(pages: int, *steps: Callable[[RadixPoolMachine], None]) -> None:
     """What is foretold is right after each of these steps of an SGLang."""
     machine = RadixPoolMachine()
