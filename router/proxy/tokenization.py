@@ -32,7 +32,7 @@ SLICE_CHARS: Final = 64 * 1024
 #: A text of more characters a token than this is hardly one that fits: tables of blanks have as many.
 USUAL_CHARS: Final = 8
 #: The longest prompt that is followed where a rank does not say what it takes.
-MOST_PROMPT_TOKENS: Final = 2 * 1024 * 1024
+MOST_PROMPT_TOKENS: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

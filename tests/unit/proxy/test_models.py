@@ -73,13 +73,13 @@ def test_the_first_worker_speaks_but_the_shortest_context_holds() -> None:
     ("contexts", "most_tokens"),
     [
         ((4096, 8192), 8192),
-        ((4096, None), 2 * 1024 * 1024),
-        ((None,), 2 * 1024 * 1024),
+        ((4096, None), 1024 * 1024),
+        ((None,), 1024 * 1024),
         ((None, 10_000_000), 10_000_000),
     ],
 )
 def test_what_a_prompt_may_have(contexts: tuple[int | None, ...], most_tokens: int) -> None:
-    """The longest context, and two million tokens where a rank does not say: what is longer is not followed."""
+    """The longest context, and a million tokens where a rank does not say: what is longer is not followed."""
     world = World()
     for number, tokens in enumerate(contexts):
         world.add(f"w{number}", {**CARD, "max_model_len": tokens})
