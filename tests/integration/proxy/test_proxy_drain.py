@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.fakes.fault_worker import FaultWorker, Move, Script, chunk, stream_head
+from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, stream_head
 from tests.fakes.proxy_rig import ASK, CHAT, DELTA, STREAM, raw, rig, target, until
 
 
@@ -78,6 +78,20 @@ async def test_while_unready_answers_are_the_last_on_their_connections() -> None
             assert (answer_.status, answer_.headers["connection"]) == (200, "close")
             assert await client.reader.read() == b""
             await client.close()
+
+
+async def test_an_answer_that_has_not_begun_says_that_it_is_the_last() -> None:
+    """Of a request that is with its worker when the router goes: a client that keeps connections asks nothing more."""
+    async with FaultWorker([(0.2, *OK)]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send(ASK)
+        await until(lambda: len(worker.requests) == 1)
+        draining = asyncio.create_task(it.plane.drain(5))
+        answer_ = await client.answer()
+        assert (answer_.status, answer_.headers["connection"]) == (200, "close")
+        assert await client.reader.read() == b""
+        await draining
+        await client.close()
 
 
 async def test_drain_serves_what_is_being_sent() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
 from router.core.fair_queue import Priority
 from router.core.keys import Key, Keyring, digest_of
+from router.proxy.exchange import Exchange
 from router.settings import QueueSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Script, event
 from tests.fakes.proxy_rig import Client, FakePrepared, Rig, rig, target, until
@@ -197,3 +199,17 @@ async def test_a_deadline_that_is_kept_leaves_no_trace() -> None:
             assert (await client.answer()).status == 200
             await asyncio.sleep(0.15)
         await client.close()
+
+
+async def test_a_deadline_far_away_holds_nothing() -> None:
+    """A client may name one of years: with the answer nothing is left of the request that a timer would keep."""
+
+    def exchanges() -> int:
+        gc.collect()
+        return sum(isinstance(each, Exchange) for each in gc.get_objects())
+
+    async with FaultWorker() as worker, rig(target(worker.port)) as it:
+        before = exchanges()
+        assert (await it.ask(ASK, headers={"x-request-timeout": "1000000"})).status == 200
+        await it.until_quiet()
+        assert exchanges() <= before

@@ -49,6 +49,16 @@ def chunk(usage: object, text: str = "a") -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage}).encode() + b"\n\n"
 
 
+@pytest.mark.parametrize("blank", [b"\r\n\r\n", b"\r\r", b"\n\n", b"\n\r\n"])
+def test_events_in_one_piece_may_end_otherwise(blank: bytes) -> None:
+    """One before another that ends as most do: both are counted."""
+    tap = StreamTap()
+    piece = b"data: 1" + blank + b"data: 2\n\n"
+    for count in (2, 4):
+        assert tap.feed(piece) == piece
+        assert tap.events == count
+
+
 @given(st.lists(st.integers(0, 700), max_size=12))
 def test_usage_of_a_stream_wherever_it_is_split(cuts: list[int]) -> None:
     """The last usage that is not null counts; text that looks like one does not; no byte is changed."""
