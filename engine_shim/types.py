@@ -241,6 +241,26 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Sunk:
+    """Pages of a context that are on the host alone: of the full group page ``first + i``, in host slot ``slots[i]``.
+
+    Where they would stand in the full table is NULL_PAGE. They are read where they lie, and nobody writes them.
+    """
+
+    first: int
+    slots: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The page behind them."""
+        return self.first + len(self.slots)
+
+    def up_to(self, pages: int) -> Sunk | None:
+        """Those among the first ``pages`` pages of the context."""
+        return Sunk(self.first, self.slots[: pages - self.first]) if pages > self.first else None
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One request's share of a batch: run positions [start, start + count).
 
@@ -254,6 +274,8 @@ class Chunk:
 
     ``awaits_token``: the token at ``start``, the only one of the chunk, is what the step launched before has sampled
     for this request, which the host does not know yet. The ``tables`` are then the chunk's own.
+
+    ``sunk``: what of a context longer than the device's pool the full layers read on the host; all before ``start``.
     """
 
     request: Request
@@ -266,6 +288,7 @@ class Chunk:
     rebuilt_until: int = 0
     window_start: int = 0
     awaits_token: bool = False
+    sunk: Sunk | None = None
 
 
 @dataclass(frozen=True, slots=True)

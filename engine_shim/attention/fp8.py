@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine_shim.attention.paged import Gathered
+from engine_shim.attention.host_pages import HostLayer
+from engine_shim.attention.paged import Below, Gathered, fetch
 from engine_shim.attention.plan import Segment
 
 GREATEST = 448.0
@@ -51,17 +52,17 @@ class DecodedPages(Gathered):
         super().__init__()
         self._dtype = dtype
 
-    def __call__(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, keys: Tensor, values: Tensor, segment: Segment, below: Below | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See ``Gathered``; the pools are packed."""
-        return self._decoded(keys, segment), self._decoded(values, segment)
+        key_layer, value_layer = below or (None, None)
+        return self._decoded(keys, segment, key_layer), self._decoded(values, segment, value_layer)
 
     def stored(self, x: Tensor) -> Tensor:
         """See ``Gathered``."""
         return pack(x)
 
-    def _decoded(self, pool: Tensor, segment: Segment) -> Tensor:
-        pages, blank = segment.pages.placed()
-        decoded = unpack(pool.index_select(0, pages.view(-1)), self._dtype).flatten(0, 1)
-        if blank is not None:
-            decoded.index_fill_(0, blank, 0.0)
-        return decoded.view(pages.shape[0], -1, *decoded.shape[1:])[:, segment.keys]
+    def _decoded(self, pool: Tensor, segment: Segment, below: HostLayer | None) -> Tensor:
+        buffer = pool.new_empty(segment.pages.count * pool[0].numel())
+        return unpack(fetch(pool, segment.pages, buffer, below), self._dtype)[:, segment.keys]

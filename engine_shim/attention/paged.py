@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine_shim.attention.plan import GroupPlan, Plan, Segment
+from engine_shim.attention.host_pages import HostLayer, HostPages
+from engine_shim.attention.plan import GroupPlan, KeyPages, Plan, Segment
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheGroup, CacheLayout, GroupKind
 
@@ -17,6 +18,9 @@ from engine_shim.types import CacheGroup, CacheLayout, GroupKind
 _ROOM_TOKENS = 64
 #: Bytes of kept copies at most, of one rank; what finds no room is gathered at every step.
 _KEPT_BYTES = 256 << 20
+
+#: A layer's keys and values on the host.
+Below = tuple[HostLayer, HostLayer]
 
 
 @dataclass(slots=True)
@@ -40,14 +44,16 @@ class Gathered:
         self._keys = self._values = torch.empty(0)
         self._kept: dict[tuple[int, int], _Kept] = {}  # by pool and place
 
-    def __call__(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, keys: Tensor, values: Tensor, segment: Segment, below: Below | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A segment's keys and values, ``[B, L, kv_heads, head_dim]``, of pools ``[pages, page_tokens, ...]``.
 
-        Good until the next call.
+        ``below`` has those that have sunk. Good until the next call.
         """
         going_on = segment.going_on
         if going_on is None or not going_on.follows:
-            return self._gather(keys, values, segment)
+            return self._gather(keys, values, segment, below)
         at = (keys.data_ptr(), going_on.place)
         kept = self._kept.get(at)
         if kept is not None and kept.step == going_on.step - 1 and kept.copies[0].shape[1] >= segment.keys.stop:
@@ -56,7 +62,7 @@ class Gathered:
                 copy.index_put_(going_on.rows_positions, own)
             kept.step = going_on.step
         else:
-            gathered = self._gather(keys, values, segment)
+            gathered = self._gather(keys, values, segment, below)
             memory = self._memory(at, gathered[0], step=going_on.step)
             if memory is None:
                 return gathered
@@ -86,25 +92,33 @@ class Gathered:
     def _kept_bytes(self) -> int:
         return sum(2 * kept.memory[0].nbytes for kept in self._kept.values())
 
-    def _gather(self, keys: Tensor, values: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        pages, blank = segment.pages.placed()
-        needed = pages.numel() * keys[0].numel()
+    def _gather(self, keys: Tensor, values: Tensor, segment: Segment, below: Below | None) -> tuple[Tensor, Tensor]:
+        needed = segment.pages.count * keys[0].numel()
         if self._keys.numel() < needed or self._keys.dtype is not keys.dtype:
             # Contexts grow by a token a step: with room to spare a buffer lasts for many steps.
             self._keys, self._values = (keys.new_empty(needed + needed // 4) for _ in range(2))
+        key_layer, value_layer = below or (None, None)
         return (
-            _fetch(keys, pages, blank, self._keys[:needed])[:, segment.keys],
-            _fetch(values, pages, blank, self._values[:needed])[:, segment.keys],
+            fetch(keys, segment.pages, self._keys[:needed], key_layer)[:, segment.keys],
+            fetch(values, segment.pages, self._values[:needed], value_layer)[:, segment.keys],
         )
 
 
-def _fetch(pool: Tensor, pages: Tensor, blank: Tensor | None, buffer: Tensor) -> Tensor:
-    """Pages ``[B, P]`` of a pool, put into ``buffer``: ``[B, tokens, kv_heads, head_dim]``, zeros where it is blank."""
+def fetch(pool: Tensor, pages: KeyPages, buffer: Tensor, below: HostLayer | None) -> Tensor:
+    """A segment's pages, put into ``buffer``: ``[B, tokens, kv_heads, head_dim]``, with zeros where it is blank."""
+    table, blank = pages.placed()
     # Whole pages: a copy of a few long rows is twice as fast as one of many short ones.
-    torch.index_select(pool.view(pool.shape[0], -1), 0, pages.view(-1), out=buffer.view(pages.numel(), -1))
+    rows, into = pool.view(pool.shape[0], -1), buffer.view(table.numel(), -1)
+    if pages.sunk is None:
+        torch.index_select(rows, 0, table.view(-1), out=into)
+    else:
+        assert below is not None, "nothing can be read on the host"
+        for part in (slice(0, pages.sunk.first), slice(pages.sunk.end, None)):
+            torch.index_select(rows, 0, table[0, part], out=into[part])
+        below.fetch(pages.sunk_slots, into[pages.sunk.first : pages.sunk.end])
     if blank is not None:
         buffer.view(-1, pool.shape[2] * pool.shape[3]).index_fill_(0, blank, 0.0)
-    return buffer.view(pages.shape[0], -1, *pool.shape[2:])
+    return buffer.view(table.shape[0], -1, *pool.shape[2:])
 
 
 def _by_head(gathered: Tensor, memory: Tensor) -> Tensor:
@@ -164,12 +178,16 @@ class Pools:
 
 
 class PagedAttention:
-    """Attention of one batch: writes the batch's keys and values into the pools, then reads by the plan."""
+    """Attention of one batch: writes the batch's keys and values into the pools, then reads by the plan.
 
-    def __init__(self, pools: Pools, plan: Plan, *, scale: float) -> None:
+    ``below`` is where full layers read what has sunk.
+    """
+
+    def __init__(self, pools: Pools, plan: Plan, *, scale: float, below: HostPages | None = None) -> None:
         self._pools = pools
         self._plan = plan
         self._scale = scale
+        self._below = below
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         pools = self._pools
@@ -178,7 +196,8 @@ class PagedAttention:
         keys, values = pools.of_layer(layer, group.index, row)
         stored = pools.gathered.stored
         write(keys, values, plan, key=stored(key), value=stored(value))
-        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=pools.gathered)
+        below = self._below.of_layer(row) if self._below is not None and group.kind is GroupKind.FULL else None
+        return attend_all(query, keys, values, plan=plan, scale=self._scale, gathered=pools.gathered, below=below)
 
 
 def write(keys: Tensor, values: Tensor, plan: GroupPlan, *, key: Tensor, value: Tensor) -> None:
@@ -188,12 +207,19 @@ def write(keys: Tensor, values: Tensor, plan: GroupPlan, *, key: Tensor, value: 
 
 
 def attend_all(
-    query: Tensor, keys: Tensor, values: Tensor, *, plan: GroupPlan, scale: float, gathered: Gathered
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    plan: GroupPlan,
+    scale: float,
+    gathered: Gathered,
+    below: Below | None = None,
 ) -> Tensor:
     """Attention of a batch: ``query`` ``[tokens, heads, head_dim]`` over pools ``[pages, page_tokens, ...]``."""
     out = torch.empty_like(query)
     for segment in plan.segments:
-        k, v = gathered(keys, values, segment)
+        k, v = gathered(keys, values, segment, below)
         attended = attend(query[segment.rows], k, v, segment=segment, scale=scale)
         if len(plan.segments) == 1 and isinstance(segment.rows, slice):
             return attended

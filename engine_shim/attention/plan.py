@@ -18,7 +18,7 @@ from torch import Tensor
 from engine_shim.attention.blocks import Block, query_blocks
 from engine_shim.attention.going_on import GoingOn, Succession
 from engine_shim.placing import to_device
-from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind
+from engine_shim.types import NULL_PAGE, Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Sunk
 
 Integers = npt.NDArray[np.int64]
 #: Up to here decodes share a segment whatever their lengths: what is hidden costs less than another call.
@@ -30,13 +30,28 @@ class KeyPages:
     """The pages of a segment's B sequences; as tensors when they are first asked for, which kept keys are not.
 
     ``hidden`` ``[B, L]``: which of the pages' first L tokens are not a sequence's own; None: all are alike.
+    ``sunk`` pages, of a sequence that is alone, are read on the host.
     """
 
     tables: list[list[int]]
     hidden: npt.NDArray[np.bool_] | None
     page_tokens: int
     device: torch.device
+    sunk: Sunk | None = None
     _placed: tuple[Tensor, Tensor | None] | None = None
+    _sunk_slots: Tensor | None = None
+
+    @property
+    def sunk_slots(self) -> Tensor:
+        """Where the ``sunk`` pages are, on the host."""
+        if self._sunk_slots is None:
+            self._sunk_slots = torch.tensor(self.sunk.slots if self.sunk is not None else (), dtype=torch.int64)
+        return self._sunk_slots
+
+    @property
+    def count(self) -> int:
+        """How many there are, those included that stand behind a shorter sequence."""
+        return len(self.tables) * max(map(len, self.tables))
 
     def placed(self) -> tuple[Tensor, Tensor | None]:
         """``[B, P]``, where behind a shorter sequence one of its pages stands again, and what is blank.
@@ -198,11 +213,14 @@ def group_plan(
             rows = to_device([row for i in members for row in range(ends[i] - chunks[i].count, ends[i])], device)
         served = [chunks[i] for i in members]
         keys = _keys(served, group, page_tokens=page_tokens)
+        sunk = served[0].sunk if group.kind is GroupKind.FULL else None
+        if sunk is not None:  # what is rebuilt ends earlier
+            sunk = sunk.up_to(len(keys.tables[0]))
         decodes = keys.count == 1
         segments.append(
             Segment(
                 rows=rows,
-                pages=KeyPages(keys.tables, keys.hidden, page_tokens, device),
+                pages=KeyPages(keys.tables, keys.hidden, page_tokens, device, sunk),
                 keys=keys.tokens,
                 mask=_mask(keys.hidden, device=device, dtype=dtype) if decodes else None,
                 blocks=()
@@ -266,14 +284,17 @@ def _states(
 
 
 def _together(chunks: Sequence[Chunk], group: CacheGroup) -> list[list[int]]:
-    """Which chunks share a segment: each prefill alone, decodes with the short or with those within a factor of two."""
+    """Which chunks share a segment: decodes with the short or with those within a factor of two.
+
+    A prefill is alone, and so is whatever reads on the host.
+    """
 
     def bucket(i: int) -> int:
         return max(_SHORT_TOKENS, min(chunks[i].start, group.window_tokens or chunks[i].start)).bit_length()
 
-    prefills = [[i] for i, chunk in enumerate(chunks) if chunk.count > 1]
-    decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.count == 1), key=bucket)
-    return prefills + [list(members) for _, members in groupby(decodes, key=bucket)]
+    alone = [[i] for i, chunk in enumerate(chunks) if chunk.count > 1 or chunk.sunk is not None]
+    decodes = sorted((i for i, chunk in enumerate(chunks) if chunk.count == 1 and chunk.sunk is None), key=bucket)
+    return alone + [list(members) for _, members in groupby(decodes, key=bucket)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def torch_mover(runner: TorchRunner, plan: OffloadPlan, *, folder: Path | None) 
             page_bytes=sizes,
             pages=plan.disk_pages,
         )
+    runner.read_below(host.buffers)
     return ThreadMover(runner.layout, device=runner.buffers, barrier=runner.barrier, host=host, disk=disk)
 
 

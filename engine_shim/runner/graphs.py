@@ -124,7 +124,7 @@ class DecodeGraphs:
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is of decodes alone, few enough, and waits for no load: inside a graph nobody can wait."""
         fits = 0 < len(batch.chunks) <= self._largest and not batch.loads
-        return fits and all(chunk.count == 1 and chunk.samples for chunk in batch.chunks)
+        return fits and all(chunk.count == 1 and chunk.samples and chunk.sunk is None for chunk in batch.chunks)
 
     def logits(self, chunks: Sequence[Chunk], *, put_awaited: Callable[[Tensor], None]) -> Tensor:
         """Run one step of decodes: ``[chunks, vocab_size]``. ``put_awaited`` gets the token ids to complete."""

@@ -30,6 +30,7 @@ from engine_shim.types import (
     Runner,
     Sampled,
     StepLanding,
+    Sunk,
 )
 from router.wire.block_keys import namespace_seed
 
@@ -72,6 +73,10 @@ class Slots:
         """What belongs to the content, whichever page it is on."""
         return self.tokens, self.positions, self.chains
 
+    def all_rows(self) -> tuple[Integers, ...]:
+        """The same, and when it was written."""
+        return *self.rows(), self.generations
+
 
 class ShadowRunner:
     """A runner around another one. ``generations[group][page]`` counts how often the pool has taken a page back.
@@ -98,6 +103,8 @@ class ShadowRunner:
         self._steps = self._void_steps = 0
         self.checked_chunks = 0
         self.guards: list[Callable[[Batch], None]] = []
+        #: Of the host's full pages, and how often each has been freed; where a part of a context is read there.
+        self.below: tuple[Slots, Integers] | None = None
         self.slots = [
             Slots(pages * (1 if group.kind is GroupKind.STATE else layout.page_tokens))
             for group, pages in zip(layout.groups, layout.pages, strict=True)
@@ -199,6 +206,8 @@ class ShadowRunner:
         for row, chunk in enumerate(chunks):
             if chunk.start == 0:
                 before[row] = seed_of(chunk.request.namespace)
+            elif chunk.sunk is not None and chunk.sunk.first <= (chunk.start - 1) // page < chunk.sunk.end:
+                before[row] = self._sunk(chunk.sunk, chunk.start - 1, chunk.start)[2][0]
         return before
 
     def _forget(self, chunks: Sequence[Chunk]) -> None:
@@ -305,16 +314,33 @@ class ShadowRunner:
                 places = np.array([chunk.tables[group.index][end > chunk.start]], dtype=np.int64)
             else:
                 places = self._places(chunk, group, start, stop)
+            found = [row[places] for row in slots.all_rows()]
+            found.append(self._generation(group, places))
+            if group.kind is GroupKind.FULL and chunk.sunk is not None:
+                page = self._layout.page_tokens
+                low, high = max(start, chunk.sunk.first * page), min(stop, chunk.sunk.end * page)
+                for row, below in zip(found, self._sunk(chunk.sunk, low, max(low, high)), strict=True):
+                    row[low - start : low - start + len(below)] = below
+            said, positions, names, written, now = found
             known = np.array(tokens[start:stop], dtype=np.int64)
             wrong = {
-                "position": slots.positions[places] != np.arange(start, stop),
-                "token": slots.tokens[places] != known,
-                "generation": slots.generations[places] != self._generation(group, places),
+                "position": positions != np.arange(start, stop),
+                "token": said != known,
+                "generation": written != now,
             }
             for what, where in wrong.items():
                 self._compare(chunk, group, what, where, start)
-            broken = _broken(slots.chains[places], known[1:])
-            self._compare(chunk, group, "previous token", broken, start + 1)
+            self._compare(chunk, group, "previous token", _broken(names, known[1:]), start + 1)
+
+    def _sunk(self, sunk: Sunk, start: int, end: int) -> list[Integers]:
+        """What the host holds of positions [start, end): as in ``Slots.all_rows``, and its pages' generations now."""
+        if self.below is None:
+            raise ShadowError("a part of a context is read on the host, and nobody watches what is written there")
+        slots, generations = self.below
+        page, positions = self._layout.page_tokens, np.arange(start, end)
+        pages = np.array(sunk.slots, dtype=np.int64)[positions // page - sunk.first]
+        places = pages * page + positions % page
+        return [*(row[places] for row in slots.all_rows()), generations[pages]]
 
     def _stretch(self, end: int) -> tuple[int, int]:
         """The part of the positions up to ``end`` to look at: all of them, or in service another one each time."""

@@ -68,6 +68,7 @@ class ShadowMover:
                 sizes = zip(self._layout.groups, arrays, strict=True)
                 self._slots[place] = [Slots(len(each) * self._page_slots(group.index)) for group, each in sizes]
         self._slots[Place.DEVICE] = shadow.slots
+        shadow.below = (self._slots[Place.HOST][0], self._generations[Place.HOST][0])
         shadow.guards.append(self._check_step)
         self._note_kept()
 
@@ -126,6 +127,8 @@ class ShadowMover:
         if not self._writes and not +self._reads:
             return
         for chunk in batch.chunks:
+            if chunk.sunk is not None and any((Place.HOST, 0, slot) in self._writes for slot in chunk.sunk.slots):
+                raise ShadowError(f"request {chunk.request.id!r} reads a page on the host that is still to come")
             for group, tables in enumerate(chunk.tables):
                 for page in tables:
                     coming = self._writes.get((Place.DEVICE, group, page))

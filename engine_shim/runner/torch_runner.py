@@ -13,6 +13,7 @@ from torch import Tensor
 from engine_shim.attention.buffers import Buffers
 from engine_shim.attention.fp8 import DecodedPages, packed_size
 from engine_shim.attention.going_on import Succession
+from engine_shim.attention.host_pages import HostPages
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import Plan, make_plan
 from engine_shim.attention.recurrent import PagedRecurrence, States
@@ -22,7 +23,7 @@ from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.runner.steps import Step
 from engine_shim.sampling import Sampler
 from engine_shim.speculative.drafter import Drafter
-from engine_shim.types import Batch, CacheLayout, Sampled, StepLanding
+from engine_shim.types import Batch, CacheLayout, Chunk, Sampled, StepLanding
 
 if TYPE_CHECKING:
     from engine_shim.attention.flashinfer_attention import FlashInfer
@@ -87,7 +88,13 @@ class TorchRunner:
         has_stream = not overlaps or decoder.device.type == "cuda"
         self._thread = None if has_stream else ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._newest: Step | None = None
+        self._below: HostPages | None = None
         self._sampler = Sampler(stop_token_ids=frozenset(decoder.config.eos_token_ids))
+
+    def read_below(self, host: Buffers) -> None:
+        """Have what has sunk read in these pools of the host, which are like ``buffers``."""
+        keys, values = host[0]
+        self._below = HostPages(keys, values, self.decoder.device)
 
     def run(self, batch: Batch) -> list[Sampled]:
         """Run one step; the one wait for the device is for the sampled tokens.
@@ -197,7 +204,7 @@ class TorchRunner:
             fills_awaited=fills_awaited,
             device=self.decoder.device,
             dtype=self.decoder.dtype,
-            segments=not self._kernels and self._flashinfer is None,
+            segments=not (self._kernels or self._flashinfer) or _reads_below(batch.chunks),
             succession=self._succession,
         )
 
@@ -212,10 +219,10 @@ class TorchRunner:
 
     def _attention(self, plan: Plan) -> Attention:
         scale = self.decoder.config.attention_scale
+        if not (self._kernels or self._flashinfer) or _reads_below(plan.chunks):
+            return PagedAttention(self.pools, plan, scale=scale, below=self._below)
         if self._flashinfer is not None:
             return self._flashinfer.plan(plan.chunks)
-        if not self._kernels:
-            return PagedAttention(self.pools, plan, scale=scale)
         from engine_shim.attention.kernel_attention import KernelAttention  # imports triton
 
         tables = page_tables(plan.chunks, self.layout, device=self.decoder.device)
@@ -230,3 +237,8 @@ class TorchRunner:
         from engine_shim.runner.graphs import DecodeGraphs  # imports triton
 
         return DecodeGraphs(self.decoder, self.pools, self.states, largest=largest)
+
+
+def _reads_below(chunks: Sequence[Chunk]) -> bool:
+    """Whether torch has to attend: kernels read no other pages than the device's."""
+    return any(chunk.sunk is not None for chunk in chunks)

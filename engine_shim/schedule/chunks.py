@@ -39,6 +39,7 @@ class Chunks:
             rebuilt_until=entry.rebuilt_until,
             window_start=entry.window_start,
             awaits_token=entry.launched_samples > 0,
+            sunk=entry.below,
         )
 
     def _aligned(self, entry: Entry, count: int) -> int:

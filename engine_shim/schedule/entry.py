@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from engine_shim.cache.copies import Copy
 from engine_shim.cache.radix import Receipt
-from engine_shim.schedule.transit import Load
-from engine_shim.types import NULL_PAGE, Request
+from engine_shim.schedule.transit import Load, Sinking
+from engine_shim.types import NULL_PAGE, Request, Sunk
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,9 @@ class Entry:
 
     Up to ``rebuilt_until`` it has all but the window, which it computes again from ``window_start`` on; 0 if there is
     nothing to rebuild. Its window table begins there, and until it has come to an end the tree gets none of that.
+
+    ``head_pages`` is set for a context that is longer than the device (see ``sinks``): so much of it may be the tree's.
+    ``sunk`` are the copies it reads on the host, ``below`` says the same to whoever runs it; ``sinking`` is on its way.
 
     ``precedence``: who has the lower one is admitted before, and preempted after, all others. ``receipt`` is None while
     the request waits. ``stops``: positions, ascending, where a prefill chunk ends so that
@@ -65,6 +69,10 @@ class Entry:
     load: Load | None = None
     loaded_tokens: int = 0
     fetches: set[int] = field(default_factory=set)
+    head_pages: int | None = None
+    sunk: list[Copy] = field(default_factory=list)
+    below: Sunk | None = None
+    sinking: Sinking | None = None
     launches: int = 0
     launched_tokens: int = 0
     launched_samples: int = 0
@@ -74,6 +82,11 @@ class Entry:
         """The receipt of a request that holds pages."""
         assert self.receipt is not None, "only an admitted request holds pages"
         return self.receipt
+
+    @property
+    def own_from(self) -> int:
+        """Where in the full table its own pages begin: behind the tree's and those that it reads on the host."""
+        return self.receipt_held.pages + len(self.sunk)
 
     @property
     def next_start(self) -> int:
@@ -98,7 +111,11 @@ class Entry:
         return (
             leader is not None
             and leader.receipt is not None
-            and (leader.load is not None or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens))
+            and (
+                leader.load is not None
+                or leader.sinking is not None
+                or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens)
+            )
         )
 
     @property

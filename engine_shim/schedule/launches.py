@@ -63,7 +63,7 @@ class Launches:
         What a grammar or a penalty makes of the next step depends on them, and so it waits: for all requests, lest some
         run less often than others. Where drafts are tried every step waits: how many hold says where the next begins,
         and one that went ahead would try none. It also waits where the step's end changes more than lengths: loads
-        that land, a window that has been rebuilt, a state that is kept on a page boundary.
+        that land, a window that has been rebuilt, a state that is kept on a page boundary, pages that go to the host.
         """
         if self._drafts or len(self._steps) != 1 or self._steps[0].batch.loads:
             return False
@@ -71,6 +71,7 @@ class Launches:
         return not any(
             entry.aborted
             or entry.rebuilt_until
+            or entry.head_pages is not None
             or (chunk.samples and _needs_tokens(entry.request))
             or (state is not None and (chunk.start + chunk.count) % page == 0)
             for chunk, entry in zip(self._steps[0].batch.chunks, self._steps[0].entries, strict=True)

@@ -9,21 +9,25 @@ The only place where a page changes its owner::
 While steps are launched nobody leaves who is in one of them, and pages that are given up are held back (``held_back``),
 so none that a launched step uses is ever free. What the tree gives up is in no step: those who are hold its locks.
 Transfers go on all the time: what a save reads is pinned in the tree, and what a load writes is the request's own; if
-that leaves before the load has landed, the pages are *adrift* until then and belong to nobody else.
+that leaves before the load has landed, the pages are *adrift* until then and belong to nobody else. Of a context longer
+than the device a part sinks to the host instead of going to the tree (see ``sinks``).
 """
 
 from __future__ import annotations
 
 from engine_shim.cache.events import EventRecorder
-from engine_shim.cache.radix import RadixCache
+from engine_shim.cache.radix import FULL, RadixCache
 from engine_shim.cache.transfers import Mover
+from engine_shim.schedule.admission import Admission
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.held_back import HeldBack
 from engine_shim.schedule.offload import Offload
 from engine_shim.schedule.recount import recount
+from engine_shim.schedule.sinks import Sinks
+from engine_shim.schedule.states import States
 from engine_shim.schedule.transit import Load, OffloadPlan
 from engine_shim.schedule.windows import windows_of
-from engine_shim.types import NULL_PAGE, CacheLayout, WindowTails
+from engine_shim.types import NULL_PAGE, CacheLayout
 from router.wire.kv_events import Event
 
 
@@ -37,14 +41,20 @@ class Memory:
         self.offload = Offload(layout, plan, cache=self.cache, mover=mover, events=events) if plan and mover else None
         self.page_tokens = self._page = layout.page_tokens
         self._layout = layout
-        self._stores = layout.window_tails is WindowTails.STORED
         self.held_back = HeldBack(self.cache.pools)
         self._windows = windows_of(layout, self.cache, take=self._take, give_up=self.held_back.give_up)
         self._window = self._windows.group
-        self._state = layout.state.index if layout.state else None
-        self._checkpoint = layout.checkpoint_tokens
+        self._states = States(layout, self.cache, take=self._take)
+        self._state = self._states.group
+        self._admission = Admission(layout, self.cache, self.offload)
         self._tenants: list[Entry] = []
         self._adrift: list[Load] = []
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context: the last sampled token is never computed, so it needs no page."""
+        pages = self._layout.pages[FULL] - 1
+        return 1 + self._page * (pages if self.offload is None else max(pages, self.offload.sinks.context_pages))
 
     @property
     def aligns_chunks(self) -> bool:
@@ -68,72 +78,32 @@ class Memory:
 
     def look_up(self, entry: Entry) -> None:
         """Have what a request that is queued could use of the disk fetched while it waits."""
-        if self.offload is not None:
-            request = entry.request
-            tokens = request.tokens[: self._cap(entry) * self._page]
-            match = self.cache.match(request.namespace, tokens)
-            entry.fetches = self.offload.fetch(request.namespace, tokens, match)
+        self._admission.look_up(entry)
 
     def awaits_fetch(self, entry: Entry) -> bool:
-        """Whether something is still on its way from disk."""
+        """Whether something that a queued request needs is still on its way to the host."""
         return self.offload is not None and not all(map(self.offload.is_landed, entry.fetches))
 
     def admit(self, entry: Entry) -> None:
-        """Start a request behind the longest prefix that the tree or the host has of it.
-
-        Its last token is always computed. What the host has is loaded from ``begin`` on.
-        """
-        request = entry.request
-        cap = self._cap(entry)
-        tokens = request.tokens[: cap * self._page]
-        match = self.cache.match(request.namespace, tokens)
-        depth, pages, entry.load = match.full_pages, match.pages, None
-        found = start = self._layout.resume_tokens(match.pages, match.full_pages)
-        if self.offload is not None:
-            depth, entry.load = self.offload.find(request.namespace, tokens, match)
-        if entry.load is not None:
-            pages = entry.load.pages
-            start = pages * self._page if self._stores else self._layout.rebuild_tokens(pages)
-        elif start != pages * self._page:
-            pages = match.full_pages
-        is_rebuilt = start < pages * self._page
-        entry.rebuilt_until, entry.window_start = (pages * self._page, start) if is_rebuilt else (0, 0)
-        if entry.load is None and not is_rebuilt:
-            entry.receipt = self.cache.lock(match)
-            request.tables = match.tables
-        else:
-            entry.receipt, request.tables = self.cache.lock_whole(request.namespace, tokens[: pages * self._page])
-            if self._state is not None:
-                request.tables[self._state][:] = [NULL_PAGE, NULL_PAGE]
-            if self._window is not None and is_rebuilt:
-                request.tables[self._window][:] = [NULL_PAGE] * (start // self._page)
-        if self.offload is not None and entry.load is None and not match.node.is_saved:
-            self.offload.reused(match.node)
-        entry.loaded_tokens = start - found
-        first = start // self._page
-        entry.window_from = first if is_rebuilt else max(0, first - self._layout.window_pages())
-        entry.window_own_from = first if is_rebuilt else entry.receipt.pages
-        entry.kept_slot, entry.kept_tokens = NULL_PAGE, 0
-        entry.prefilling = True
-        request.computed_tokens = start
-        entry.stops = []
-        if depth > pages:
-            entry.stop_at(depth * self._page)
-        if self._state is not None:
-            # A state serves at its own position only: leave some along the way, and one for the same prompt again.
-            grid = range(0, len(request.tokens), self._checkpoint)
-            for tokens in (*grid, cap * self._page):
-                if tokens > request.computed_tokens:
-                    entry.stop_at(tokens)
+        """Start a request behind the longest prefix that is known; what the host has is loaded from ``begin`` on."""
+        self._admission.admit(entry)
         self._tenants.append(entry)
-
-    def _cap(self, entry: Entry) -> int:
-        return (len(entry.request.tokens) - 1) // self._page
 
     def known_tokens(self, entry: Entry) -> int:
         """How much of a waiting request's prompt could be reused now."""
-        match = self.cache.match(entry.request.namespace, entry.request.tokens[:-1])
-        return self._layout.resume_tokens(match.pages, match.full_pages)
+        return self._admission.known_tokens(entry)
+
+    def has_room_below(self, entry: Entry) -> bool:
+        """Whether an admitted request has room on the host for what the device cannot hold of it."""
+        if self.offload is None or entry.head_pages is None:
+            return True
+        return self.offload.sinks.has_room(entry, self._tenants)
+
+    def within_reach(self, entry: Entry, tokens: int) -> int:
+        """The next ``tokens`` positions, or as many as can be run before a part of the context has to sink."""
+        if self.offload is None or entry.head_pages is None:
+            return tokens
+        return max(0, min(tokens, self.offload.sinks.reach_tokens(entry) - entry.next_start))
 
     def share(self, entry: Entry) -> None:
         """Store the pages of a prefill in progress if others can use them: full layers anywhere, others at a stop."""
@@ -149,7 +119,7 @@ class Memory:
 
         ``spare_pages`` of the latter are left for others.
         """
-        start, end = entry.next_start, entry.next_start + tokens
+        start, end = entry.next_start, entry.next_start + self.within_reach(entry, tokens)
         fitting = self._end_that_fits(entry, spare_pages)
         if end > fitting:
             self._windows.trim_passed_locks(self._tenants)
@@ -179,22 +149,17 @@ class Memory:
 
     def extend(self, entry: Entry, tokens: int) -> None:
         """Make the tables long enough for the next ``tokens`` positions, which must ``fit``."""
-        tables = entry.request.tables
-        if self._state is not None and tables[self._state][1] == NULL_PAGE:
-            tables[self._state][1:] = self._take(self._state, 1)
+        self._states.extend(entry)
         pages = -(-(entry.next_start + tokens) // self._page)
-        for group, table in enumerate(tables):
+        for group, table in enumerate(entry.request.tables):
             if group == self._window:
                 self._windows.grow(entry, pages)
             elif group != self._state and len(table) < pages:
                 table += self._take(group, pages - len(table))
 
     def tables_behind(self, entry: Entry) -> tuple[list[int], ...]:
-        """Tables of its own for a chunk behind a launched one: it goes on from the state that this writes, in place."""
-        tables = tuple(list(table) for table in entry.request.tables)
-        if self._state is not None:
-            tables[self._state][0] = tables[self._state][1]
-        return tables
+        """Tables of its own for a chunk behind a launched one."""
+        return self._states.tables_behind(entry)
 
     def _start_load(self, entry: Entry, load: Load) -> None:
         """Take pages for a load and send it; the request then is as if it had computed them."""
@@ -203,8 +168,7 @@ class Memory:
         targets = [self._take(group, len(copies)) for group, copies in enumerate(load.copies)]
         for group, (table, pages) in enumerate(zip(tables, targets, strict=True)):
             if group == self._state:
-                entry.kept_slot, entry.kept_tokens = pages[0], load.pages * self._page
-                table[0] = entry.kept_slot
+                self._states.loaded(entry, pages[0], tokens=load.pages * self._page)
             elif group == self._window and entry.rebuilt_until:
                 assert not pages, "a window that is rebuilt is not loaded"
             elif group == self._window:
@@ -221,9 +185,9 @@ class Memory:
         return self.may_run(entry)
 
     def may_run(self, entry: Entry) -> bool:
-        """Whether a chunk can be launched: all is there, or the last piece lands while the layers run."""
+        """Whether a chunk can be launched: nothing sinks, and all is there or the last piece lands while layers run."""
         if entry.load is None or self.offload is None:
-            return True
+            return entry.sinking is None
         return self.offload.overlaps and len(entry.load.outstanding) <= 1
 
     def poll(self) -> list[Entry]:
@@ -235,9 +199,15 @@ class Memory:
             self._adrift.remove(load)
             for pool, pages in zip(self.cache.pools, load.targets, strict=True):
                 pool.free(pages)
+        for left in self.offload.sinks.washed_up():
+            self.cache.release(left.receipt)
+            for pool, pages in zip(self.cache.pools, left.owned, strict=True):
+                pool.free(pages)
         failed = []
         for entry in self._tenants:
-            if entry.load is not None and entry.load.failed:
+            if self.offload.sinks.has_landed(entry):
+                self.held_back.give_up(FULL, self.offload.sinks.settle(entry))
+            if (entry.load is not None and entry.load.failed) or any(copy.is_damaged for copy in entry.sunk):
                 failed.append(entry)
             elif entry.load is not None and entry.load.started and not entry.load.outstanding:
                 self._loaded(entry)
@@ -253,30 +223,43 @@ class Memory:
 
     def _loaded(self, entry: Entry) -> None:
         entry.load = None
-        self.store(entry, loaded=True)
+        if not entry.sunk:
+            self.store(entry, loaded=True)
 
     def computed(self, entry: Entry, tokens: int, *, at_prompt_end: bool) -> None:
         """Book ``tokens`` more positions as run through the layers."""
         entry.request.computed_tokens += tokens
-        self._turn_state(entry)
+        self._states.turn(entry)
         self._windows.slide(entry, at_prompt_end=at_prompt_end)
 
-    def _turn_state(self, entry: Entry) -> None:
-        """The chunk's state is in the slot it wrote: the next chunk reads that, and on a page boundary it is kept."""
-        if self._state is None:
-            return
-        table = entry.request.tables[self._state]
-        entry.receipt = self.cache.trim(entry.receipt_held, self._state, keep=0)
-        table[0] = table[1]
-        if entry.request.computed_tokens % self._page == 0:
-            table[1], entry.kept_slot = entry.kept_slot, table[1]
-            entry.kept_tokens = entry.request.computed_tokens
+    def sink(self, entry: Entry, *, fitting: int) -> bool:
+        """Have a part of a context longer than the device go to the host, as no more than ``fitting`` tokens fit else.
+
+        Whether that made room, or will when it has landed.
+        """
+        sinks = self.offload.sinks if self.offload is not None else None
+        if sinks is None or not (sinks.is_deep(entry) or (fitting == 0 and self._is_long(entry, sinks))):
+            return False
+        return self._sink(entry, sinks, at_boundary=False)
+
+    def _is_long(self, entry: Entry, sinks: Sinks) -> bool:
+        return entry.head_pages is not None or sinks.exceeds_device(entry.next_start)
+
+    def _sink(self, entry: Entry, sinks: Sinks, *, at_boundary: bool) -> bool:
+        before = entry.own_from
+        sinks.begin(entry, at_boundary=at_boundary)
+        if sinks.has_landed(entry):
+            self.held_back.give_up(FULL, sinks.settle(entry))
+        return entry.sinking is not None or entry.own_from > before
 
     def store(self, entry: Entry, *, loaded: bool = False) -> None:
         """Give the computed whole pages to the tree and go on reading them there, under a new lock.
 
         After a load or a rebuild there may be window pages and a state to give though the tree has all full pages.
         """
+        if self.offload is not None and self.offload.sinks.is_deep(entry):
+            self._store_below(entry, self.offload.sinks)
+            return
         request, old = entry.request, entry.receipt_held
         known = request.computed_tokens if self._state is None else entry.kept_tokens
         pages = max(known, entry.rebuilt_until if loaded else 0) // self._page
@@ -297,7 +280,7 @@ class Memory:
         self.cache.release(old)
         for group, (table, stored) in enumerate(zip(request.tables, tables, strict=True)):
             if group == self._state:
-                self._give_kept(entry, stored[0])
+                self._states.given(entry, stored[0])
             elif group == self._window:
                 self._windows.stored(entry, pages, stored)
             else:
@@ -306,21 +289,20 @@ class Memory:
             entry.rebuilt_until = entry.window_start = 0
         if self.offload is not None:
             self.offload.stored(entry.receipt.node)
+            if entry.head_pages is not None:
+                self.offload.save(entry.receipt.node)
+
+    def _store_below(self, entry: Entry, sinks: Sinks) -> None:
+        """What the tree cannot take goes to the host, with all that others need to go on from there."""
+        if entry.rebuilt_until and not entry.is_rebuilding:
+            entry.rebuilt_until = entry.window_start = 0
+        if entry.sinking is None:
+            self._sink(entry, sinks, at_boundary=True)
 
     def _to_store(self, entry: Entry, group: int, pages: int) -> list[int]:
         if group == self._state:
             return [entry.kept_slot]
         return self._windows.to_store(entry, pages) if group == self._window else entry.request.tables[group][:pages]
-
-    def _give_kept(self, entry: Entry, stored: int) -> None:
-        """The kept state is the tree's now, as slot ``stored``; if the next chunk starts from it, it reads it there."""
-        assert self._state is not None
-        table = entry.request.tables[self._state]
-        if table[0] == entry.kept_slot:
-            table[0] = stored
-        else:
-            entry.receipt = self.cache.trim(entry.receipt_held, self._state, keep=0)
-        entry.kept_slot = NULL_PAGE
 
     def leave(self, entry: Entry) -> None:
         """End or preempt a request: the whole pages it computed stay in the tree, the rest is freed."""
@@ -338,12 +320,13 @@ class Memory:
                 for pages, targets in zip(owned, map(set, entry.load.targets), strict=True)
             ]
         entry.load = None
-        for group, pages in enumerate(owned):
-            if group == self._window:
-                self._windows.give_back(entry, pages)
-            else:
+        if self._window is not None and self.cache.components[self._window].is_rebuilt:  # nothing copies that
+            self._windows.give_back(entry, owned[self._window])
+            owned[self._window] = []
+        if self.offload is None or not self.offload.sinks.leave(entry, owned):
+            for group, pages in enumerate(owned):
                 self.held_back.give_up(group, pages)
-        self.cache.release(receipt)
+            self.cache.release(receipt)
         self._tenants.remove(entry)
         entry.receipt = None
         entry.request.tables = ()
@@ -355,11 +338,16 @@ class Memory:
         recount(
             self.cache,
             [(entry, self._owned(entry)) for entry in self._tenants],
-            ownerless=[self.held_back.pages(), *(load.targets for load in self._adrift)],
+            ownerless=[
+                self.held_back.pages(),
+                *(load.targets for load in self._adrift),
+                *([] if self.offload is None else [left.owned for left in self.offload.sinks.adrift]),
+            ],
+            left=[] if self.offload is None else [left.receipt for left in self.offload.sinks.adrift],
             pins=[] if self.offload is None else list(self.offload.pins()),
         )
         if self.offload is not None:
-            self.offload.check()
+            self.offload.check(copy for entry in self._tenants for copy in entry.sunk)
 
     def snapshot_events(self) -> tuple[Event, ...]:
         """Store events that rebuild what is resident, on the device and below it, from nothing."""

@@ -16,9 +16,9 @@ A transfer that fails is a miss: copies that may be damaged are dropped, and who
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from engine_shim.cache.copies import Copies, Page
+from engine_shim.cache.copies import Copies, Copy, Page
 from engine_shim.cache.events import EventRecorder
 from engine_shim.cache.integrity import IntegrityError
 from engine_shim.cache.node import Node
@@ -26,6 +26,7 @@ from engine_shim.cache.radix import FULL, Match, RadixCache, Receipt
 from engine_shim.cache.transfers import Mover, Place, moves_of
 from engine_shim.schedule.flights import Flights
 from engine_shim.schedule.saves import Saves
+from engine_shim.schedule.sinks import Sinks
 from engine_shim.schedule.spills import Spills
 from engine_shim.schedule.transit import BelowStats, Flight, Load, OffloadCounters, OffloadPlan
 from engine_shim.types import CacheLayout, WindowTails
@@ -50,6 +51,7 @@ class Offload:
         self._mover = mover
         self._flights = Flights(self.copies, mover)
         self._saves = Saves(self.copies, self._flights, cache=cache, plan=plan, counters=self.counters)
+        self.sinks = Sinks(layout, plan, cache=cache, copies=self.copies, flights=self._flights, counters=self.counters)
         self._spills: Spills | None = None
         if plan.disk_pages is not None:
             self._spills = Spills(self.copies, self._flights, plan=plan, counters=self.counters)
@@ -70,7 +72,7 @@ class Offload:
     @property
     def lends_pages(self) -> bool:
         """A transfer under way keeps pages of the device."""
-        return any(flight.save or flight.load for flight in self._flights)
+        return any(flight.save or flight.load or flight.sinks for flight in self._flights)
 
     @property
     def is_idle(self) -> bool:
@@ -86,6 +88,11 @@ class Offload:
     def reused(self, node: Node) -> None:
         """A request starts behind a prefix that the tree had."""
         self._saves.reused(node)
+
+    def save(self, node: Node) -> None:
+        """Copy a prefix whatever the policy: what is behind it will be on the host alone, and of no use without."""
+        if not node.is_saved:
+            self._saves.save(node)
 
     def write_back(self) -> None:
         """Copy what will have to give way next, ahead of that: eviction itself never waits for a copy."""
@@ -226,8 +233,9 @@ class Offload:
         """What the saves have pinned in the tree."""
         return self._saves.pins()
 
-    def check(self) -> None:
-        """Raise ``IntegrityError`` if copies and transfers contradict each other."""
-        self.copies.check(self._flights.copies())
+    def check(self, sunk: Iterable[Copy]) -> None:
+        """Raise ``IntegrityError`` if copies, who reads them (``sunk``) and transfers contradict each other."""
+        adrift = (copy for each in self.sinks.adrift for copy in each.sunk)
+        self.copies.check([*self._flights.copies(), *sunk, *adrift])
         if self._saves.is_sending != any(flight.save is not None for flight in self._flights):
             raise IntegrityError("a save is said to be under way, and none is, or the other way round")

@@ -13,11 +13,17 @@ Pages = Sequence[Sequence[int]]
 
 
 def recount(
-    cache: RadixCache, tenants: Sequence[tuple[Entry, Pages]], *, ownerless: Iterable[Pages], pins: Iterable[Receipt]
+    cache: RadixCache,
+    tenants: Sequence[tuple[Entry, Pages]],
+    *,
+    ownerless: Iterable[Pages],
+    left: Iterable[Receipt],
+    pins: Iterable[Receipt],
 ) -> None:
     """Raise ``IntegrityError`` unless every page has exactly one owner and all counts are true.
 
     ``tenants`` come with the pages of each group that are their own; ``ownerless`` ones are still in somebody's way.
+    ``left`` are locks of requests that are gone, which transfers need.
     """
     held: list[list[int]] = [[] for _ in cache.pools]
     for entry, owned in tenants:
@@ -25,7 +31,8 @@ def recount(
     for each in (*(owned for _, owned in tenants), *ownerless):
         for pages, more in zip(held, each, strict=True):
             pages += more
-    check_integrity(cache, held=held, receipts=[entry.receipt_held for entry, _ in tenants], pins=pins)
+    receipts = [*(entry.receipt_held for entry, _ in tenants), *left]
+    check_integrity(cache, held=held, receipts=receipts, pins=pins)
 
 
 def _check_reads(cache: RadixCache, entry: Entry, owned: Pages) -> None:

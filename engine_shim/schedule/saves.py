@@ -50,12 +50,12 @@ class Saves:
     def stored(self, node: Node) -> None:
         """A prefix has come into the tree."""
         if self._plan.policy is WritePolicy.THROUGH:
-            self._save(node)
+            self.save(node)
 
     def reused(self, node: Node) -> None:
         """A request starts behind a prefix that the tree had."""
         if self._plan.policy is WritePolicy.SELECTIVE:
-            self._save(node)
+            self.save(node)
 
     def write_back(self) -> None:
         """Copy what will have to give way next, ahead of that: eviction itself never waits for a copy."""
@@ -77,7 +77,7 @@ class Saves:
             if not node.is_saved:
                 nodes.append(node)
         for node in nodes:
-            self._save(node)
+            self.save(node)
 
     def relieve(self) -> None:
         """Give up all saves but the piece under way: a request needs the pages that they keep."""
@@ -86,7 +86,8 @@ class Saves:
         if self._current is not None:
             self._current.items.clear()
 
-    def _save(self, node: Node) -> None:
+    def save(self, node: Node) -> None:
+        """Queue what a prefix needs and has no copy of."""
         path = list(node.path())[::-1]
         if not path:
             return

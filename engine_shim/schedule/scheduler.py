@@ -75,8 +75,7 @@ class Scheduler(CacheFace):
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
         self._policy = policy
-        # The last sampled token is never computed, so it needs no page.
-        self._limits = Limits(min(max_context_tokens, (layout.pages[0] - 1) * layout.page_tokens + 1), eos_token_ids)
+        self._limits = Limits(min(max_context_tokens, self._memory.context_tokens), eos_token_ids)
         self._chunks = Chunks(self._memory, self._limits, draft_tokens=draft_tokens)
         self._entries: dict[str, Entry] = {}
         self._waiting: list[Entry] = []  # by precedence
@@ -91,7 +90,7 @@ class Scheduler(CacheFace):
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and output of one request together: the given limit, or what the full pool can hold."""
+        """Prompt and output of one request together: the given limit, or what the device or the host can hold."""
         return self._limits.context_tokens
 
     @property
@@ -178,8 +177,10 @@ class Scheduler(CacheFace):
             budget = self._chunk_tokens - _total(chunks)
             if budget == 0:
                 break
-            if entry.load is not None or self._ends_with_launched(entry):
+            if entry.load is not None or entry.sinking is not None or self._ends_with_launched(entry):
                 continue
+            if entry.head_pages is not None:
+                return None
             fitting = self._memory.fit(entry, min(entry.next_tokens, budget))
             if fitting == 0:
                 return None
@@ -234,8 +235,14 @@ class Scheduler(CacheFace):
 
     def _schedule_running(self, entry: Entry, wanted: int, chunks: dict[Entry, Chunk]) -> None:
         """Add a chunk; if no page is left, at the cost of requests behind it, of which the last gives way itself."""
-        while (fitting := self._memory.fit(entry, wanted)) == 0:
-            if self._memory.lends_pages:
+        while (fitting := self._memory.fit(entry, wanted)) < wanted:
+            if self._memory.sink(entry, fitting=fitting):
+                if self._memory.may_run(entry):
+                    continue
+                return
+            if fitting:
+                break
+            if self._memory.lends_pages or (len(self._running) == 1 and self.awaits_transfers):
                 return
             assert len(self._running) > 1, "a request that is alone always has room"
             last = max(self._running, key=by_precedence)
@@ -257,10 +264,11 @@ class Scheduler(CacheFace):
             if budget == 0 or len(self._running) == self._max_running:
                 return
             self._memory.admit(entry)
-            wanted = min(entry.next_tokens, budget)
+            wanted = self._memory.within_reach(entry, min(entry.next_tokens, budget))
             # Nobody is preempted for a newcomer, and each running request keeps a page to grow into.
             fitting = self._memory.fit(entry, wanted, spare_pages=len(self._running))
-            if fitting == 0 or (fitting < wanted and self._running):
+            is_cut = fitting < wanted and self._running
+            if fitting == 0 or is_cut or not self._memory.has_room_below(entry):
                 self._memory.leave(entry)
                 entry.request.computed_tokens = 0
                 self._room_short = self._memory.room()
@@ -269,7 +277,9 @@ class Scheduler(CacheFace):
             self._waiting.remove(entry)
             self._running.append(entry)
             self._admissions += 1
-            self._count_admission(entry)
+            if not entry.admitted:
+                entry.admitted, entry.request.cached_tokens = True, entry.request.computed_tokens
+                self._counters.count_admission(entry, times=1)
             if self._memory.begin(entry):
                 chunks[entry] = self._chunks.cut(entry, fitting)
 
@@ -351,9 +361,7 @@ class Scheduler(CacheFace):
 
     def _requeue(self, entry: Entry) -> None:
         if entry.load is not None and not entry.request.output:  # what it was counted for did not arrive
-            self._counters.queried_tokens -= len(entry.request.prompt)
-            self._counters.cached_tokens -= entry.request.cached_tokens
-            self._counters.loaded_tokens -= entry.loaded_tokens
+            self._counters.count_admission(entry, times=-1)
             entry.admitted = False
         self._leave(entry)
         entry.request.computed_tokens = 0
@@ -366,16 +374,6 @@ class Scheduler(CacheFace):
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
         self._outputs.append(Output(request=request, tokens=(), finish=reason))
-
-    def _count_admission(self, entry: Entry) -> None:
-        if entry.admitted:
-            return
-        request = entry.request
-        entry.admitted = True
-        request.cached_tokens = request.computed_tokens
-        self._counters.queried_tokens += len(request.prompt)
-        self._counters.cached_tokens += request.cached_tokens
-        self._counters.loaded_tokens += entry.loaded_tokens
 
     # --- for metrics and tests ----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine_shim.cache.component import Component
+from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.transit import BelowStats
 from engine_shim.types import Sampled
 
@@ -22,6 +23,12 @@ class Counters:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: list[int] = field(default_factory=list)
+
+    def count_admission(self, entry: Entry, *, times: int) -> None:
+        """Book what a request was found to have at its first admission; -1 times takes that back."""
+        self.queried_tokens += times * len(entry.request.prompt)
+        self.cached_tokens += times * entry.request.cached_tokens
+        self.loaded_tokens += times * entry.loaded_tokens
 
     def count_drafts(self, sampled: Sampled) -> None:
         """Book how a chunk's drafts fared."""

@@ -1,11 +1,11 @@
-"""The nouns of what moves below the device: plan, saves, loads, and transfers under way."""
+"""The nouns of what moves below the device: plan, saves, loads, what sinks, and transfers under way."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine_shim.cache.copies import Copy
+from engine_shim.cache.copies import Copy, Page
 from engine_shim.cache.radix import Receipt
 from engine_shim.cache.transfers import Place, WritePolicy
 
@@ -57,13 +57,28 @@ class Save:
 
 
 @dataclass(slots=True, eq=False)
+class Sinking:
+    """A part of a request's own on its way to the host: ``pages`` are those of its full group, from its first one on.
+
+    ``waits``: the transfers that bring them, and what is saved beside them, there.
+    """
+
+    pages: list[Page]
+    waits: set[int]
+
+
+@dataclass(slots=True, eq=False)
 class Flight:
-    """A transfer under way: what it reads and writes below the device, and whose it is."""
+    """A transfer under way: what it reads and writes below the device, and whose it is.
+
+    ``sinks``: what it reads is a request's own, of which some is free when it has landed.
+    """
 
     reads: list[Copy] = field(default_factory=list)
     writes: list[Copy] = field(default_factory=list)
     save: Save | None = None
     load: Load | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

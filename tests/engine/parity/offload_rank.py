@@ -25,7 +25,8 @@ from engine_shim.types import Batch, Sampled
 class OffloadRank(ParityRank):
     """``host_ratio`` and ``disk_ratio`` are the sizes below in multiples of the device's pools.
 
-    With ``record`` every step's logits are kept, without it the shadow watches every step.
+    With ``record`` every step's logits are kept, without it the shadow watches every step. ``read_below_tokens`` counts
+    what steps have read on the host.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class OffloadRank(ParityRank):
     ) -> None:
         self._below = (host_ratio, disk_ratio, folder, policy, piece_pages)
         self._watches = not options.get("record", True)
+        self.read_below_tokens = 0
         super().__init__(decoder, **options)
         if self._watches:
             self.shadow = ShadowRunner(self.runner, self.layout, generations=self.scheduler.generations)
@@ -54,6 +56,7 @@ class OffloadRank(ParityRank):
         for tensors in self.host.buffers:
             for tensor in tensors:
                 tensor.fill_(torch.nan if tensor.is_floating_point() else NAN_BYTE)
+        self.runner.read_below(self.host.buffers)
         self.disk = None
         if disk_pages is not None:
             sizes = [self.host.page_bytes(group.index) for group in self.layout.groups]
@@ -95,6 +98,8 @@ class OffloadRank(ParityRank):
         self.scheduler.check_integrity()
 
     def _run(self, batch: Batch) -> list[Sampled]:
+        page = self.layout.page_tokens
+        self.read_below_tokens += sum(page * len(chunk.sunk.slots) for chunk in batch.chunks if chunk.sunk)
         return self.shadow.run(batch) if self._watches else super()._run(batch)
 
     def settle(self) -> None:

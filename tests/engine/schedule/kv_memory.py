@@ -71,6 +71,8 @@ class KvMemory:
     def __init__(self, layout: CacheLayout, *, seed: int = 0) -> None:
         self.layout = layout
         self.slots: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.host: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.host_reads = 0
         self.window_pages_reused = 0
         self.ran_ahead = 0
         self._launched: deque[list[Any]] = deque()
@@ -173,7 +175,7 @@ class KvMemory:
             if group.window_tokens is not None:
                 first = max(chunk.window_start, chunk.start - group.window_tokens + 1)
             for position in range(first, chunk.start + chunk.count + len(drafts)):
-                found = self.slots[self._slot(chunk, group.index, position)]
+                found = self._found(chunk, group, position)
                 assert found == (position, prints[position]), f"group {group.index} position {position}"
 
     def _run_state(
@@ -194,6 +196,15 @@ class KvMemory:
         """The positions that are written."""
         start = chunk.start if group.kind is GroupKind.WINDOW else max(chunk.start, chunk.rebuilt_until)
         return range(start, chunk.start + count)
+
+    def _found(self, chunk: Chunk, group: CacheGroup, position: int) -> tuple[int, int]:
+        """What stands at a position, on the device or, of what has sunk, on the host."""
+        page, sunk = position // self.layout.page_tokens, chunk.sunk
+        if group.kind is not GroupKind.FULL or sunk is None or not sunk.first <= page < sunk.end:
+            return self.slots[self._slot(chunk, group.index, position)]
+        self.host_reads += 1
+        assert chunk.tables[group.index][page] == NULL_PAGE
+        return self.host[group.index, sunk.slots[page - sunk.first], position % self.layout.page_tokens]
 
     def _slot(self, chunk: Chunk, group: int, position: int) -> tuple[int, int, int]:
         page = chunk.tables[group][position // self.layout.page_tokens]

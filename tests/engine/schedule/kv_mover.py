@@ -27,6 +27,7 @@ class KvMover:
         self.overlaps = overlaps
         self.layout = device.layout
         self.memories = {Place.DEVICE: device.slots, Place.HOST: {}, Place.DISK: {}}
+        device.host = self.memories[Place.HOST]
         self.lanes: dict[Lane, deque[Transfer]] = {}
         self.moved: list[Transfer] = []
         self.next_load_breaks = False

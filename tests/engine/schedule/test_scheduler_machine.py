@@ -78,6 +78,8 @@ class WatchedScheduler(Scheduler):
 class SchedulerMachine(RuleBasedStateMachine):
     """Every output is compared with what the request must answer, every read of a page with what must stand there."""
 
+    longest = 60
+
     @initialize(
         page=st.integers(1, 4),
         window=st.none() | st.integers(1, 11),
@@ -153,7 +155,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, **options: Any) -> None:
         """Scheduler and runner for the layout and the memory."""
         self.scheduler = WatchedScheduler(
-            self.layout, chunk_tokens=self.chunk, max_context_tokens=60, eos_token_ids=frozenset({EOS}), **options
+            self.layout,
+            chunk_tokens=self.chunk,
+            max_context_tokens=self.longest,
+            eos_token_ids=frozenset({EOS}),
+            **options,
         )
         self.scheduler.watched_policy = options["policy"]
         self.runner = ShadowRunner(self.memory, self.layout, generations=self.scheduler.generations)
