@@ -173,14 +173,7 @@ class Models:
         most_tokens = self.most_tokens(model)
         tokenizer = self._tokenizers.get(model)
         if tokenizer is None:
-            tokens = (
-                None
-                if self._workers is None
-                else await self._workers.tokens(request, model=model, most_tokens=most_tokens)
-            )
-            if tokens is not None and len(tokens) > most_tokens:
-                raise TooLong
-            return None if tokens is None else Prompt(tokens, {})
+            return await self._told(request, model=model, most_tokens=most_tokens)
         start = partial(tokenizer.start, request, most_tokens=most_tokens)
         draft = start() if is_light(request) else await self._lanes.run(start, is_long=True)
         if draft is None:
@@ -193,6 +186,17 @@ class Models:
         while isinstance(draft, Draft) and draft.unknown_chars > SLICE_CHARS:
             await self._lanes.run(draft.advance, is_long=is_long)
         return await self._lanes.run(partial(draft.finish, chains), is_long=is_long)
+
+    async def _told(self, request: InferenceRequest, *, model: str, most_tokens: int) -> Prompt | None:
+        """The ids that a worker tells."""
+        if self._workers is None:
+            return None
+        tokens = await self._workers.tokens(request, model=model, most_tokens=most_tokens)
+        if tokens is None:
+            return None
+        if len(tokens) > most_tokens:
+            raise TooLong
+        return Prompt(tokens, {})
 
     async def text_keys(self, request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
         """The prompt's keys by its text alone."""

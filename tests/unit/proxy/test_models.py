@@ -124,3 +124,12 @@ def test_while_no_worker_has_been_up_clients_are_told_how_many_there_are(census:
     assert world.models.resolve("m") == "m"
     with pytest.raises(NotFound):
         world.models.resolve("other")
+
+
+def test_of_an_absurd_name_an_error_says_the_beginning() -> None:
+    """A megabyte of it is not sent back."""
+    world = World()
+    world.add("a")
+    with pytest.raises(NotFound) as caught:
+        world.models.resolve("x" * 1_000_000)
+    assert len(caught.value.message) < 400
