@@ -22,7 +22,7 @@ def worker_view(worker: Worker, ranks: Mapping[int, RankInfo]) -> Json:
         "id": worker.name,
         "url": worker.spec.url,
         "status": worker.status,
-        "reason": worker.reason or None,
+        "reason": _reason(worker),
         "draining": worker.is_draining,
         "leaves_after": None if worker.awaits is None else sorted(worker.awaits),
     }
@@ -42,6 +42,13 @@ def worker_view(worker: Worker, ranks: Mapping[int, RankInfo]) -> Json:
         }
     view["ranks"] = [rank_view(ranks[slot]) for slot in worker.slots if slot in ranks]
     return view
+
+
+def _reason(worker: Worker) -> str | None:
+    """Why it is not ready, or not on the list."""
+    if worker.reason or worker.awaits is None:
+        return worker.reason or None
+    return f"is off the list and serves until {', '.join(sorted(worker.awaits))} can"
 
 
 def rank_view(rank: RankInfo) -> Json:
@@ -87,7 +94,7 @@ def fleet_view(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: st
     return {
         "policy": policy,
         "workers": [
-            {"id": worker.name, "url": worker.spec.url, "status": worker.status, "reason": worker.reason or None}
+            {"id": worker.name, "url": worker.spec.url, "status": worker.status, "reason": _reason(worker)}
             for worker in (*registry.workers(), *registry.outgoing())
         ],
         "ranks": ranks,

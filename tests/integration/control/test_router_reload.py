@@ -105,9 +105,9 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
             await asyncio.sleep(0.3)
             shown = (await admin.get("/admin/workers")).json()["workers"]
-            assert [(each["url"], each["leaves_after"]) for each in shown] == [
-                ("http://127.0.0.1:9", None),
-                (first.url, ["renamed"]),
+            assert [(each["status"], each["leaves_after"], each["reason"]) for each in shown] == [
+                ("down", None, "nothing listens at http://127.0.0.1:9/v1/models"),
+                ("ready", ["renamed"], "is off the list and serves until renamed can"),
             ]
             done.set()
             await asyncio.gather(*asking)
