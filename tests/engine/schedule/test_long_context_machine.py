@@ -40,8 +40,8 @@ class LongContextMachine(OffloadMachine):
         piece=st.integers(1, 9),
         overlaps=st.booleans(),
     )
-    def start(self, **options: object) -> None:
-        super().start(head=False, **options)
+    def start(self, *, head: bool = False, **options: object) -> None:
+        super().start(head=head, **options)
 
     @rule(
         tokens=st.lists(st.integers(1, 3), min_size=10, max_size=60),
