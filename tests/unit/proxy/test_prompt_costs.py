@@ -185,7 +185,7 @@ async def test_short_prompts_never_wait_behind_long_ones() -> None:
 
 
 async def test_long_prompts_take_turns() -> None:
-    """One of four slices comes after one of twenty, on the only thread there is: it is through before that is."""
+    """One of six slices comes after one of thirteen, on the only thread there is: it is through before that is."""
     gated = Gated("smollm2")
     world = world_of(gated, context=None)
     world.brain._lanes = Lanes(cores=1)
@@ -195,7 +195,7 @@ async def test_long_prompts_take_turns() -> None:
         await world.prepare([{"role": "user", "content": text}])
         ends.append(name)
 
-    await asyncio.gather(ask("long", lines(90_000, "l")), ask("longish", lines(20_000, "m")))
+    await asyncio.gather(ask("long", lines(70_000, "l")), ask("longish", lines(30_000, "m")))
     assert ends == ["longish", "long"]
 
 
