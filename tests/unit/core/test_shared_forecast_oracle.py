@@ -377,7 +377,7 @@ class SharedForecastMachine(LateEventsMachine):
         engine = deepcopy(self.engine)
         self.is_beyond_knowing |= any(len(copies) > 1 for copies in engine.cached.values())
         if self.is_beyond_knowing:
-            return  # of several copies the pool keeps one place in the order
+            return  # of several copies the forecast follows one
         for asked in self.waiting:
             try:
                 while engine.schedule(asked.prompt) is None:
