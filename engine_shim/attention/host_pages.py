@@ -16,10 +16,8 @@ class Staging:
 
     def __init__(self, page_bytes: int) -> None:
         self.pages = max(1, _STAGED_BYTES // page_bytes)
-        self._pieces = [
-            (torch.empty(self.pages * page_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        ]
+        size = self.pages * page_bytes
+        self._pieces = [(_pinned(size), torch.cuda.Event()) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def copy(self, rows: Tensor, slots: Tensor, out: Tensor) -> None:
         """Put up to ``pages`` rows ``[slots, n]`` of the host into ``out`` ``[len(slots), n]`` on the device.
@@ -69,3 +67,7 @@ class HostPages:
     def of_layer(self, row: int) -> tuple[HostLayer, HostLayer]:
         """Keys and values of one layer of the group."""
         return HostLayer(self.keys[row], self._staging), HostLayer(self.values[row], self._staging)
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

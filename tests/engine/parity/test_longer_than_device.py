@@ -11,6 +11,7 @@ from exact_arithmetic import exact_arithmetic  # noqa: F401 - a fixture
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from offload_rank import OffloadRank
+from parity_rank import ParityRank
 from test_offload_exact import ACTIONS, PAGE, Action, Conversations
 from tiny_models import make_tiny_model
 
@@ -107,3 +108,23 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path, tails: WindowTails
     run()
     assert min(seen["compared"], seen["read_below"], seen["loaded"]) > 0, seen
     assert seen["rebuilt"] > 0 or tails is WindowTails.STORED, seen
+
+
+@pytest.mark.parametrize("kind", ["fp8", "kernels"])
+def test_other_kinds_of_attention(kind: str, tmp_path: Path) -> None:
+    """A cache of eight bits sinks as it is; where kernels attend, torch does in steps that read on the host."""
+    if kind == "kernels":
+        pytest.importorskip("triton", reason="triton is not installed: pip install 'homing[kernels]'")
+    decoder = load_decoder(read_card(str(make_tiny_model("gemma3", tmp_path).folder)))
+    prompt = [3 + (7 * i) % 90 for i in range(110)]
+    options = {kind: True, "page_tokens": PAGE, "chunk_tokens": 32}
+    expected = ParityRank(decoder, **options).generate({"whole": prompt}, max_tokens=6)["whole"].output
+    rank = OffloadRank(decoder, pool_tokens=DEVICE_TOKENS, host_ratio=6.0, record=False, **options)
+    try:
+        for name in ("cold", "warm"):
+            assert rank.generate({name: prompt}, max_tokens=6)[name].output == expected
+            rank.settle()
+        assert rank.read_below_tokens > 0
+        assert rank.scheduler.stats().cached_tokens >= len(prompt) - 2 * PAGE
+    finally:
+        rank.close()
