@@ -28,6 +28,7 @@ from engine_shim.bench.dense import DenseLoop
 from engine_shim.model.config import ModelConfig, from_hugging_face
 from engine_shim.model.decoder import Attention, Decoder, LayerWeights, Weights
 from engine_shim.model.loading import layout_for
+from engine_shim.model.norm import RmsNorm
 from engine_shim.runner.torch_runner import TorchRunner
 from engine_shim.types import Batch, CacheGroup, CacheLayout, Chunk, GroupKind, Request, Sampling
 
@@ -337,15 +338,15 @@ def random_decoder(config: ModelConfig, *, device: torch.device, dtype: torch.dt
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, device=device, dtype=dtype).normal_(0.0, spread)
 
-    ones = torch.ones(width, device=device)
+    norm = RmsNorm(torch.ones(width, device=device), config.norm_eps)
     layers = tuple(
         LayerWeights(
             qkv=matrix(query + 2 * kv, width),
             output=matrix(width, query),
             gate_up=matrix(2 * config.mlp_size, width),
             down=matrix(width, config.mlp_size),
-            attention_norm=ones,
-            mlp_norm=ones,
+            attention_norm=norm,
+            mlp_norm=norm,
         )
         for _ in config.layers
     )
@@ -354,7 +355,7 @@ def random_decoder(config: ModelConfig, *, device: torch.device, dtype: torch.dt
         Weights(
             embedding=matrix(config.vocab_size, width),
             layers=layers,
-            final_norm=ones,
+            final_norm=norm,
             head=matrix(config.vocab_size, width),
         ),
     )

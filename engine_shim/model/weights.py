@@ -19,6 +19,7 @@ from engine_shim.model.config import ModelConfig, Norm, UnsupportedModelError
 from engine_shim.model.decoder import DeltaNetWeights, DraftWeights, LayerWeights, Weights
 from engine_shim.model.gguf_file import read_gguf_file
 from engine_shim.model.linear import blocked
+from engine_shim.model.norm import RmsNorm
 
 # Multimodal checkpoints hold the text model below one of these; the vision half is left unread.
 _TEXT_PREFIXES = ("language_model.", "model.language_model.")
@@ -102,11 +103,18 @@ def assemble(
             raise UnsupportedModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the config says {shape}")
         return tensor.to(device, dtype)
 
-    def norm(name: str, size: int) -> Tensor | None:
-        if config.norm is Norm.NONE:
-            return None
+    def norm_weight(name: str, size: int) -> Tensor:
         weight = take(f"{name}.weight", size).float()
         return weight + 1.0 if config.norm is Norm.RMS_PLUS_ONE else weight
+
+    def norm(name: str, size: int) -> RmsNorm | None:
+        return None if config.norm is Norm.NONE else RmsNorm(norm_weight(name, size), config.norm_eps)
+
+    def head_norm(attention: str) -> RmsNorm | None:
+        if config.norm is Norm.NONE:
+            return None
+        query, key = (norm_weight(f"{attention}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+        return RmsNorm(torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1))), config.norm_eps)
 
     def layer(prefix: str, *, recurrent: bool) -> LayerWeights:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -144,11 +152,7 @@ def assemble(
             else None,
             output=take(f"{attention}.o_proj.weight", width, query_size),
             output_bias=take(f"{attention}.o_proj.bias", width) if config.output_bias else None,
-            query_key_norm=_per_head(
-                config, norm(f"{attention}.q_norm", head_dim), norm(f"{attention}.k_norm", head_dim)
-            )
-            if config.qk_norm
-            else None,
+            query_key_norm=head_norm(attention) if config.qk_norm else None,
             post_attention_norm=norm(f"{prefix}.post_attention_layernorm", width) if config.post_norms else None,
             post_mlp_norm=norm(f"{prefix}.post_feedforward_layernorm", width) if config.post_norms else None,
             gate_up=gate_up,
@@ -185,13 +189,6 @@ def assemble(
     return weights
 
 
-def _per_head(config: ModelConfig, query: Tensor | None, key: Tensor | None) -> Tensor | None:
-    """Norms of query heads and key heads as one, a row for each head."""
-    if query is None or key is None:
-        return None
-    return torch.cat((query.expand(config.heads, -1), key.expand(config.kv_heads, -1)))
-
-
 def _blocked(layer: LayerWeights) -> LayerWeights:
     """The layer with its matrices as ``linear`` wants them."""
     return replace(
@@ -216,7 +213,7 @@ def _delta_net(config: ModelConfig, take: Callable[..., Tensor], name: str) -> t
         conv=take(f"{name}.conv1d.weight", net.channels, 1, net.kernel).squeeze(1),
         decay_rate=take(f"{name}.A_log", net.value_heads).float().exp(),
         decay_bias=take(f"{name}.dt_bias", net.value_heads).float(),
-        norm=take(f"{name}.norm.weight", net.value_dim).float(),
+        norm=RmsNorm(take(f"{name}.norm.weight", net.value_dim).float(), config.norm_eps),
     )
     return (
         torch.cat([part.flatten(0, 1) for part in parts]),

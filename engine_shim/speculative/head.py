@@ -29,6 +29,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from engine_shim.attention.paged import Gathered, attend_all, write
 from engine_shim.attention.plan import GroupPlan, Plan, group_plan, group_writes
 from engine_shim.model.decoder import Decoder, Weights
+from engine_shim.model.norm import normed
 from engine_shim.offload.barrier import LayerBarrier
 from engine_shim.types import CacheLayout, Chunk
 
@@ -130,7 +131,7 @@ class HeadDrafter:
         """The head's output, normed, for tokens and the hidden states before them."""
         weights, layer = self._weights, self._layer
         x = torch.cat(
-            (layer.norm(layer.embed(tokens), weights.embedding_norm), layer.norm(before, weights.hidden_norm)), dim=-1
+            (normed(layer.embed(tokens), weights.embedding_norm), normed(before, weights.hidden_norm)), dim=-1
         )
         self._barrier.wait(self._group.layers[0])
         scale = self._decoder.config.attention_scale

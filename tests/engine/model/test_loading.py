@@ -67,7 +67,7 @@ def test_dtype_is_a_choice(llama: Path) -> None:
     half = load_decoder(card, dtype=torch.bfloat16)
     assert half.dtype is torch.bfloat16
     assert half.weights.final_norm is not None
-    assert half.weights.final_norm.dtype is torch.float32
+    assert half.weights.final_norm.weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

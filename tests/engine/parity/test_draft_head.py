@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from engine_shim.attention.plan import Plan
 from engine_shim.model.decoder import Decoder
+from engine_shim.model.norm import normed
 from engine_shim.model.tokenizer import read_card
 from engine_shim.model.weights import assemble, read_safetensors
 from engine_shim.speculative.head import HeadDrafter
@@ -87,9 +88,7 @@ def dense(decoder: Decoder, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Den
         replace(decoder.weights, layers=(weights.layer,), final_norm=weights.final_norm),
     )
     before = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
-    mixed = torch.cat(
-        (head.norm(head.embed(tokens), weights.embedding_norm), head.norm(before, weights.hidden_norm)), 1
-    )
+    mixed = torch.cat((normed(head.embed(tokens), weights.embedding_norm), normed(before, weights.hidden_norm)), 1)
     attention = Dense(decoder.config.attention_scale)
     x = head.run(F.linear(mixed, weights.mix), torch.arange(len(tokens)), attention=attention)
     return head.logits(x), attention
