@@ -154,7 +154,7 @@ class ShimSettings(BaseModel):
     host_pool_tokens: _Positive | None = Field(
         None,
         description="Copies of each rank's cache in host memory, in tokens of full attention, from where prefixes are "
-        "loaded back. Default: none.",
+        "loaded back; a context may be as long as that, too. Default: none.",
     )
     disk_pool: Path | None = Field(
         None,

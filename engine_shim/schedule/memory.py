@@ -194,15 +194,7 @@ class Memory:
         """Take note of the transfers that have landed. Returns the requests whose load did not arrive whole."""
         if self.offload is None:
             return []
-        self.offload.poll()
-        for load in [load for load in self._adrift if not load.outstanding]:
-            self._adrift.remove(load)
-            for pool, pages in zip(self.cache.pools, load.targets, strict=True):
-                pool.free(pages)
-        for left in self.offload.sinks.washed_up():
-            self.cache.release(left.receipt)
-            for pool, pages in zip(self.cache.pools, left.owned, strict=True):
-                pool.free(pages)
+        self._note_landings(self.offload)
         failed = []
         for entry in self._tenants:
             if self.offload.sinks.has_landed(entry):
@@ -214,10 +206,22 @@ class Memory:
         self.offload.write_back()
         return failed
 
+    def _note_landings(self, offload: Offload) -> None:
+        """What was adrift and has come ashore is free."""
+        offload.poll()
+        for load in [load for load in self._adrift if not load.outstanding]:
+            self._adrift.remove(load)
+            for pool, pages in zip(self.cache.pools, load.targets, strict=True):
+                pool.free(pages)
+        for left in offload.sinks.washed_up():
+            self.cache.release(left.receipt)
+            for pool, pages in zip(self.cache.pools, left.owned, strict=True):
+                pool.free(pages)
+
     def landed(self, entry: Entry) -> None:
         """The step that read what a load writes has ended well, so it has landed."""
         if entry.load is not None and self.offload is not None:
-            self.offload.poll()
+            self._note_landings(self.offload)
             assert not entry.load.outstanding, "the runner did not wait for a load"
             self._loaded(entry)
 
