@@ -61,7 +61,7 @@ def test_cached_equals_cold(decoder: Decoder, tmp_path: Path, tails: WindowTails
         pytest.skip("a model without windows, or with states, has nothing to rebuild")
     seen = Counter()
 
-    @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         actions=ACTIONS,
         policy=st.sampled_from(WritePolicy),

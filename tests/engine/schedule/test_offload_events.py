@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import takewhile
 
 import pytest
+from test_long_context_machine import walk as long_walk
 from test_offload_machine import OffloadMachine, walk
 from test_scheduler_machine import Resident, replay
 
@@ -30,13 +32,16 @@ def usable(hashes: list[int], resident: Resident, machine: OffloadMachine) -> in
     return 0
 
 
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_a_router_follows_every_medium(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("walk", "seed"), [*((walk, seed) for seed in range(1, 9)), (long_walk, 2), (long_walk, 5)])
+def test_a_router_follows_every_medium(
+    walk: Callable[[int], OffloadMachine], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Encoded, decoded and applied to the router's index, each step's events say how much of a prompt lies where.
 
-    For full attention, windows and states, through restarts, beside the cache's own account of what is resident.
+    For full attention, windows and states, through restarts, beside the cache's own account of what is resident; also
+    where most contexts are longer than the device.
     """
-    page = 1 + seed % 4
+    page = 1 + seed % (3 if walk is long_walk else 4)
     index = PrefixIndex(block_tokens=page)
     index.add_rank(0, domain="shim")
     asked = Counter[str]()
