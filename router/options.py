@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from router.errors import ConfigError
-from router.plain_words import masked
 from router.knobs import Knob, knobs
+from router.plain_words import masked
 from router.settings import Settings
 from router.settings_sources import ENV_PREFIX, Layer, load_settings
 

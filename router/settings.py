@@ -125,7 +125,7 @@ class ServerSettings(_Slice):
     max_headers: Annotated[int, Field(ge=8)] = 128
     header_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     body_timeout_seconds: Annotated[float, Field(gt=0)] = Field(
-        60.0, description="Within so long a body must come, or at least another 64 KiB of it."
+        60.0, description="Within so long a body must come, or another 64 KiB of it; in ten times that all of it."
     )
     keepalive_seconds: Annotated[float, Field(gt=0)] = 75.0
     unready_seconds: Annotated[float, Field(ge=0)] = Field(

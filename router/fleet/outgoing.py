@@ -4,7 +4,7 @@ A reload that replaces a worker by one that is not ready yet, or never will be, 
 off the list stays in the fleet as it is
 
 - while one that was listed in its place is on its way, and
-- no other ready ranks serve all of its models.
+- no other ready ranks serve all of its models, or as many have gone as are ready of those listed in their place.
 
 Where nothing was listed in its place, or all of that is ready, it goes at once, whoever is left.
 """
@@ -28,6 +28,7 @@ class Outgoing:
         self._can_spare = can_spare
         self._log = log
         self._workers: list[Worker] = []
+        self._gone = 0  # while others stay
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -57,20 +58,25 @@ class Outgoing:
         """Those that may go now. One that was listed and removed by hand is waited for: it never became ready."""
         ready = {name for name, worker in listed.items() if worker.status is RankStatus.READY}
         leaving = {slot for worker in self._workers for slot in worker.slots}
-        return [
-            worker
-            for worker in self._workers
-            if worker.status not in _SERVING
-            or not (worker.awaits or frozenset()) - ready
-            or self._can_spare(worker.slots, leaving)
-        ]
+        awaited = frozenset[str]().union(*(worker.awaits or () for worker in self._workers))
+        room, going = len(awaited & ready) - self._gone, []
+        for worker in self._workers:
+            if worker.status not in _SERVING or not (worker.awaits or frozenset()) - ready:
+                going.append(worker)
+            elif room > 0 and self._can_spare(worker.slots, leaving):
+                going.append(worker)
+                room -= 1
+        return going
 
     async def end_dispensable(self, listed: Mapping[str, Worker]) -> None:
         """Let those go. Until it is over each is one of these: whoever has its name waits for that."""
         for worker in self.dispensable(listed):
+            if worker not in self._workers:  # listed again while another ended
+                continue
             await worker.end()
             if worker in self._workers:
                 self.take(worker)
+                self._gone = self._gone + 1 if self._workers else 0
                 self._log.info("worker removed", worker=worker.name)
 
     async def replace(self, successor: Worker, *, remove_rank: Callable[[int], None]) -> bool:

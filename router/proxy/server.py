@@ -20,8 +20,8 @@ _MAX_QUEUED_BYTES = 1024 * 1024
 _LOOK_SECONDS = 0.1
 #: After a refusal the client may still be sending. Closing at once would reset the connection under the answer.
 _LINGER_SECONDS = 2.0
-#: A body may take its time as long as so much of it comes within the time for bodies.
-_PROGRESS_BYTES = 64 * 1024
+#: A body may take its time, up to so many times that for bodies, as long as so much of it comes within each.
+_PROGRESS_BYTES, _MOST_TIMES = 64 * 1024, 10
 _READING: Final = frozenset({Phase.HEAD, Phase.BODY})
 
 
@@ -58,7 +58,7 @@ class ClientConnection:
         self._writing_paused = False
         self._lingering = False
         self._parting = self._draining = False
-        self._timed_bytes = 0
+        self._timed_bytes, self._body_by_seconds = 0, 0.0
         # The answer being written:
         self._request: HttpRequest | None = None
         self._head = b""
@@ -84,9 +84,9 @@ class ClientConnection:
         phase = reader.phase
         if phase is not self._phase or (ready and phase is not Phase.IDLE):
             self._phase_changed(phase)
-        if phase is Phase.BODY and reader.body_bytes - self._timed_bytes >= _PROGRESS_BYTES:
+        if phase is Phase.BODY and reader.body_bytes - self._timed_bytes >= _PROGRESS_BYTES and not self._lingering:
             self._timed_bytes = reader.body_bytes
-            self._watchdog.set(self._body_seconds)
+            self._watchdog.set(self._body_seconds, by=self._body_by_seconds)
         if ready and not self._busy:
             self._advance()
         if (self._queue or (self._busy and phase is not Phase.IDLE)) and self._is_full():
@@ -134,7 +134,7 @@ class ClientConnection:
                 self._refuse(refusal)
                 return
             self._timed_bytes = 0
-            self._watchdog.set(self._body_seconds)
+            self._body_by_seconds = self._watchdog.set(self._body_seconds) + _MOST_TIMES * self._body_seconds
             self._send_continue()
             if self._reader.awaits_continue:
                 self._watchdog.clear()  # the client waits for an answer's end, not the other way round

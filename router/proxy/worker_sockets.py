@@ -7,8 +7,9 @@ import socket
 from typing import Final
 
 #: A host that loses its power says nothing. So the kernel asks after a peer that is silent for 30 s, three times, and
-#: takes it for gone when none of that is answered, or what was sent to it is not acknowledged, for a minute (in ms).
-_OPTIONS: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+#: takes it for gone when none of that is answered. What it does not take (``TCP_USER_TIMEOUT``) has no limit, which
+#: would end a peer that is there, but busy.
+_OPTIONS: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def ask_after(connected: socket.socket) -> None:

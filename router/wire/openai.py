@@ -232,15 +232,22 @@ def with_fields(request: InferenceRequest, values: Mapping[str, object]) -> byte
 
 def _top_level_values(body: bytes) -> Iterator[tuple[bytes, int, int]]:
     """Key (with its quotes), start and end of each value of the object ``body``, which is known to be valid."""
+    values: dict[str, msgspec.Raw] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     end = body.index(b"{") + 1
     while (key := _KEY.match(body, end)) is not None:
         start = key.end()
-        end = _nested_end(body, start) if body[start] in b"[{" else _end(_SCALAR.match(body, start))
+        if body[start] in b"[{":
+            end = _nested_end(body, start, values[msgspec.json.decode(key[1])])
+        else:
+            end = _end(_SCALAR.match(body, start))
         yield key[1], start, end
 
 
-def _nested_end(body: bytes, start: int) -> int:
-    """Where the array or object ends that begins at ``start``."""
+def _nested_end(body: bytes, start: int, last: msgspec.Raw) -> int:
+    """Where the array or object ends that begins at ``start``: after the ``last`` value of its key, if that is it."""
+    value = memoryview(last)
+    if memoryview(body)[start : start + value.nbytes] == value:
+        return start + value.nbytes
     depth, end = 1, start + 1
     while depth:
         end = _end(_TO_BRACKET.match(body, end))

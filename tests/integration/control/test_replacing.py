@@ -151,15 +151,37 @@ async def test_a_change_that_is_taken_back(control: Control) -> None:
 
 
 async def test_who_need_not_be_waited_for(control: Control) -> None:
-    """Others that serve the same models, or nobody that is to come in its place: a worker goes at once."""
+    """Where nobody is to come in its place a worker goes at once."""
     async with ControlWorker({}) as first, ControlWorker({}) as second:
         await started(control, spec(first, "a"), spec(second, "b"))
         await change(control, leaving=["a"], joining=[gone()])
+        assert ranks(control) == ["a/0", "b/0"]
+        await change(control, leaving=["gone"])
         assert ranks(control) == ["b/0"]
-        await change(control, leaving=["b", "gone"])
+        await change(control, leaving=["b"])
         assert ranks(control) == []
         assert not control.registry.outgoing()
         assert not control.registry.workers()
+
+
+async def test_as_many_go_as_have_come(control: Control) -> None:
+    """Of three that are replaced by three, of whom one is ready, one goes: the fleet keeps its size."""
+    late = [ControlWorker({}) for _ in range(2)]
+    for each in late:
+        async with each:
+            pass
+    async with ControlWorker({}) as a, ControlWorker({}) as b, ControlWorker({}) as c, ControlWorker({}) as first:
+        await started(control, spec(a, "a"), spec(b, "b"), spec(c, "c"))
+        joining = [spec(first, "first"), spec(late[0], "second"), spec(late[1], "third")]
+        await change(control, leaving=["a", "b", "c"], joining=joining)
+        await until(lambda: ranks(control) == ["b/0", "c/0", "first/0"])
+        await asyncio.sleep(0.1)
+        assert len(control.registry.outgoing()) == 2
+        async with late[0]:
+            await until(lambda: ranks(control) == ["c/0", "first/0", "second/0"])
+            async with late[1]:
+                await until(lambda: ranks(control) == ["first/0", "second/0", "third/0"])
+                assert not control.registry.outgoing()
 
 
 async def test_another_model_is_no_relief(control: Control) -> None:
