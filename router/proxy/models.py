@@ -14,7 +14,7 @@ from router.proxy.lanes import Lanes
 from router.proxy.prepared import request_text_keys
 from router.proxy.token_cache import Chain
 from router.proxy.tokenization import MOST_PROMPT_TOKENS, SLICE_CHARS, Draft, Prompt, PromptTokenizer, TooLong
-from router.proxy.weight import is_light
+from router.proxy.weight import is_light, is_short
 from router.proxy.worker_tokens import WorkerTokenizer
 from router.wire.block_keys import namespace_seed
 from router.wire.openai import Endpoint, InferenceRequest, parse_request
@@ -59,6 +59,7 @@ class Models:
         self._census: Callable[[], Census] = lambda: Census(0, 0)
         #: By model, as of one version of the fleet's view.
         self._contexts: dict[str, list[int]] = {}
+        self._most_tokens: dict[str, int] = {}
         self._contexts_version = -1
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
@@ -125,8 +126,12 @@ class Models:
     def most_tokens(self, model: str) -> int:
         """The longest prompt that a rank may take."""
         contexts = self._contexts_of(model)
-        all_say = contexts and len(contexts) == len(self._cards_of(model))
-        return max(contexts) if all_say else max([MOST_PROMPT_TOKENS, *contexts])
+        most_tokens = self._most_tokens.get(model)
+        if most_tokens is None:
+            all_say = contexts and len(contexts) == len(self._cards_of(model))
+            most_tokens = max(contexts) if all_say else max([MOST_PROMPT_TOKENS, *contexts])
+            self._most_tokens[model] = most_tokens
+        return most_tokens
 
     def _cards_of(self, model: str) -> list[ModelCard]:
         return [member.cards[model] for member in self._fleet.members() if model in member.cards]
@@ -135,7 +140,7 @@ class Models:
         """Of the ranks that say."""
         version = self._fleet.view.version
         if version != self._contexts_version:
-            self._contexts, self._contexts_version = {}, version
+            self._contexts, self._most_tokens, self._contexts_version = {}, {}, version
         if model not in self._contexts:
             told = (card.get("max_model_len") for card in self._cards_of(model))
             self._contexts[model] = [tokens for tokens in told if isinstance(tokens, int)]
@@ -175,7 +180,7 @@ class Models:
         if tokenizer is None:
             return await self._told(request, model=model, most_tokens=most_tokens)
         start = partial(tokenizer.start, request, most_tokens=most_tokens)
-        draft = start() if is_light(request) else await self._lanes.run(start, is_long=True)
+        draft = start() if is_light(request) else await self._lanes.run(start, is_long=not is_short(request))
         if draft is None:
             return None
         chains = {Chain(index.block_tokens, seed) for index in self._fleet.indexes(model)}
@@ -201,7 +206,7 @@ class Models:
     async def text_keys(self, request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
         """The prompt's keys by its text alone."""
         keyed = partial(request_text_keys, request, model=model, seed=seed)
-        return keyed() if is_light(request) else await self._lanes.run(keyed, is_long=True)
+        return keyed() if is_light(request) else await self._lanes.run(keyed, is_long=not is_short(request))
 
     def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
         """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""

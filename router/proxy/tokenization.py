@@ -87,8 +87,9 @@ class Draft:
 
     @property
     def unknown_chars(self) -> int:
-        """What is left for ``finish`` to tokenize."""
-        return len(self._text) - self._at
+        """What is left for ``finish`` to tokenize, and before that to count."""
+        left = len(self._text) - self._at
+        return left if self._known is not None else left + len(self._text)
 
     def advance(self) -> None:
         """Tokenize a slice of the rest. Raises ``TooLong``."""

@@ -1,7 +1,7 @@
 """What a request may cost the event loop: which bodies are read, rendered and keyed beside it.
 
 Strings are cheap by the megabyte; values are not. Each message, part, tool and field of a schema is a turn of a
-template's loop, some ten microseconds, so an honest conversation stays on the loop and a body of nothing but brackets
+template's loop, some microseconds, so an honest conversation stays on the loop and a body of nothing but brackets
 does not.
 """
 
@@ -14,7 +14,7 @@ from router.wire.openai import Endpoint, InferenceRequest
 #: Bodies larger than this are never light.
 _MOST_BYTES: Final = 1024 * 1024
 #: Nor are conversations of more values than this, however few bytes they take: agents' have some hundred messages.
-_MOST_VALUES: Final = 4096
+_MOST_VALUES: Final = 16 * 1024
 #: Items that are made messages of while the body is read, a microsecond each: counted where there may be so many.
 _MOST_ITEMS: Final = 16 * 1024
 _MANY_ITEMS_BYTES: Final = 256 * 1024
@@ -30,7 +30,17 @@ def is_quickly_read(endpoint: Endpoint, body: bytes) -> bool:
 
 def is_light(request: InferenceRequest) -> bool:
     """Whether the loop has the time to render it, and to key it by its text."""
-    return len(request.body) <= _MOST_BYTES and (request.chat is None or _has_few_values(request.chat))
+    return is_short(request) and (request.chat is None or _has_few_marks(request.body) or _has_few_values(request.chat))
+
+
+def is_short(request: InferenceRequest) -> bool:
+    """Whether others may be asked to wait while it is rendered."""
+    return len(request.body) <= _MOST_BYTES
+
+
+def _has_few_marks(body: bytes) -> bool:
+    """No value stands but behind one of these, most of which are in texts."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{") < _MOST_VALUES
 
 
 def _has_few_values(value: object) -> bool:

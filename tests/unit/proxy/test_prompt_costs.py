@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,11 +20,11 @@ from router.proxy import models
 from router.proxy.encoder import Encode, encoder_of
 from router.proxy.lanes import Lanes
 from router.proxy.prepared import request_text_keys
-from router.proxy.tokenization import SLICE_CHARS, USUAL_CHARS, PromptTokenizer, TooLong
+from router.proxy.tokenization import SLICE_CHARS, USUAL_CHARS, Draft, PromptTokenizer, TooLong
 from router.proxy.weight import is_light, is_quickly_read
 from router.wire.block_keys import namespace_seed
 from router.wire.chat_template import ChatTemplate
-from router.wire.openai import Endpoint
+from router.wire.openai import Endpoint, parse_request
 from tests.fakes.brain_world import World
 
 TEMPLATE = ChatTemplate("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", variables={})
@@ -206,8 +207,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "parts": {"messages": [{"role": "user", "content": ["a"] * 100_000}]},
     "calls": {"messages": [{"role": "assistant", "tool_calls": [{}] * 100_000}]},
     "tools": {"messages": turns("x"), "tools": [1] * 100_000},
-    "schema": {"messages": turns("x"), "tools": [{"p": {str(n): {} for n in range(10_000)}}]},
-    "arguments": {"messages": turns("x"), "chat_template_kwargs": {"a": [[[]] * 10_000]}},
+    "schema": {"messages": turns("x"), "tools": [{"p": {str(n): {} for n in range(40_000)}}]},
+    "arguments": {"messages": turns("x"), "chat_template_kwargs": {"a": [[[]] * 40_000]}},
     "deep": {"messages": turns("x"), "documents": [[[[[[[[[[]]]]]]]]]] * 5_000},
     "bytes": {"messages": turns("x" * 2_000_000)},
 }
@@ -288,3 +289,28 @@ def test_long_salts_are_not_remembered() -> None:
     one, two = namespace_seed("", "x" * 100_000), namespace_seed("", "x" * 99_999 + "y")
     assert one != two
     assert one == namespace_seed("", "x" * 100_000)
+
+
+def test_what_had_to_be_counted_is_sliced_as_well() -> None:
+    """Text of sixteen characters a token, which fits: no call tokenizes more than two slices, the last one neither."""
+    sizes: list[int] = []
+
+    def encode(piece: str) -> array[int]:
+        sizes.append(len(piece))
+        return array("I", [1] * (len(piece) // 16 + 1))
+
+    tokenizer = PromptTokenizer(model("needle")[0], None, encode=encode)
+    text = "a line of text\n" * 50_000
+    request = parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": text}).encode())
+    draft = tokenizer.start(request, most_tokens=len(text) // 12)
+    assert isinstance(draft, Draft)
+    calls = 0
+    while draft.unknown_chars > SLICE_CHARS:
+        sizes.clear()
+        draft.advance()
+        calls += 1
+        assert sum(sizes) <= 2 * SLICE_CHARS
+    sizes.clear()
+    draft.finish()
+    assert sum(sizes) <= 2 * SLICE_CHARS
+    assert calls > 2 * len(text) // SLICE_CHARS - 2
