@@ -299,8 +299,8 @@ def test_what_had_to_be_counted_is_sliced_as_well() -> None:
         sizes.append(len(piece))
         return array("I", [1] * (len(piece) // 16 + 1))
 
-    tokenizer = PromptTokenizer(model("needle")[0], None, encode=encode)
-    text = "a line of text\n" * 50_000
+    tokenizer = PromptTokenizer(model("smollm2")[0], None, encode=encode)
+    text = lines(50_000)
     request = parse_request(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": text}).encode())
     draft = tokenizer.start(request, most_tokens=len(text) // 12)
     assert isinstance(draft, Draft)
