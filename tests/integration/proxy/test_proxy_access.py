@@ -57,6 +57,16 @@ async def test_without_a_good_key_nothing_is_answered(
         assert it.count("homing_errors_total", code=code) == 1
 
 
+async def test_who_is_refused_is_not_waited_for_long() -> None:
+    """However much of the body came with the head: not as long as the body of somebody else."""
+    async with rig(keyring=ring(), server=ServerSettings(port=0, body_timeout_seconds=60)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9000000\r\n\r\n" + b"x" * 100_000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+        await until(lambda: it.plane.open_connections == (0, 0), seconds=8)
+        writer.close()
+
+
 @pytest.mark.parametrize("headers", [{"authorization": "Bearer sk-a"}, {"x-api-key": "sk-a"}, {"api-key": "sk-a"}])
 async def test_a_key_names_its_tenant_and_stays_here(headers: dict[str, str]) -> None:
     """Sessions are scoped by the key's tenant; the worker does not see the key."""
