@@ -81,7 +81,7 @@ class Admission:
             for tokens in (*grid, cap * self._page):
                 if tokens > request.computed_tokens:
                     entry.stop_at(tokens)
-        if self._offload is not None and self._offload.sinks.exceeds_device(len(request.tokens)):
+        if self._offload is not None and self._offload.sinks.exceeds_device(request):
             self._offload.save(match.node)
             self._start_below(entry, self._offload.sinks)
 
@@ -100,7 +100,7 @@ class Admission:
 
     def _match(self, request: Request, tokens: Sequence[int]) -> Match:
         """What the tree has of a request's tokens; of a context longer than the device no more than a head."""
-        if self._offload is not None and self._offload.sinks.exceeds_device(len(request.tokens)):
+        if self._offload is not None and self._offload.sinks.exceeds_device(request):
             tokens = tokens[: self._offload.sinks.head_pages * self._page]
         return self._cache.match(request.namespace, tokens)
 

@@ -111,12 +111,13 @@ class Entry:
         return (
             leader is not None
             and leader.receipt is not None
-            and (
-                leader.load is not None
-                or leader.sinking is not None
-                or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens)
-            )
+            and (leader.is_moving or (leader.prefilling and leader.request.computed_tokens < self.lead_tokens))
         )
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether transfers write its pages or read them, so that none can change hands."""
+        return self.load is not None or self.sinking is not None
 
     @property
     def is_rebuilding(self) -> bool:

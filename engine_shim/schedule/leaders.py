@@ -25,7 +25,7 @@ def find_leader(entry: Entry, running: Iterable[Entry], chunks: dict[Entry, Chun
         return
     known_tokens = memory.known_tokens(entry)
     for other, tokens in shares.items():
-        if tokens > known_tokens and other.request.computed_tokens >= tokens and other.load is None:
+        if tokens > known_tokens and other.request.computed_tokens >= tokens and not other.is_moving:
             memory.share(other)
         elif tokens > max(known_tokens, entry.lead_tokens):
             entry.leader, entry.lead_tokens = other, tokens

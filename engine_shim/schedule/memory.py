@@ -107,7 +107,9 @@ class Memory:
 
     def share(self, entry: Entry) -> None:
         """Store the pages of a prefill in progress if others can use them: full layers anywhere, others at a stop."""
-        if self._window is None and self._state is None:
+        if self._window is not None or self._state is not None:
+            return
+        if self.offload is None or not self.offload.sinks.is_deep(entry):  # a chunk of this very step reads its parts
             self.store(entry)
 
     def room(self) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ class Memory:
         failed = []
         for entry in self._tenants:
             if self.offload.sinks.has_landed(entry):
-                self.held_back.give_up(FULL, self.offload.sinks.settle(entry))
+                self._settle(entry, self.offload.sinks)
             if (entry.load is not None and entry.load.failed) or any(copy.is_damaged for copy in entry.sunk):
                 failed.append(entry)
             elif entry.load is not None and entry.load.started and not entry.load.outstanding:
@@ -247,20 +249,27 @@ class Memory:
         return self._sink(entry, sinks, at_boundary=False)
 
     def _is_long(self, entry: Entry, sinks: Sinks) -> bool:
-        return entry.head_pages is not None or sinks.exceeds_device(entry.next_start)
+        return entry.head_pages is not None or sinks.fills_device(entry.next_start)
 
     def _sink(self, entry: Entry, sinks: Sinks, *, at_boundary: bool) -> bool:
         before = entry.own_from
         sinks.begin(entry, at_boundary=at_boundary)
         if sinks.has_landed(entry):
-            self.held_back.give_up(FULL, sinks.settle(entry))
+            self._settle(entry, sinks)
         return entry.sinking is not None or entry.own_from > before
+
+    def _settle(self, entry: Entry, sinks: Sinks) -> None:
+        """What has sunk is free, and so is the window page that was kept at the end of a prompt to be copied."""
+        self.held_back.give_up(FULL, sinks.settle(entry))
+        self._windows.slide(entry, at_prompt_end=False)
 
     def store(self, entry: Entry, *, loaded: bool = False) -> None:
         """Give the computed whole pages to the tree and go on reading them there, under a new lock.
 
         After a load or a rebuild there may be window pages and a state to give though the tree has all full pages.
         """
+        if entry.sinking is not None:  # transfers read its own pages, which the tree may have twins of
+            return
         if self.offload is not None and self.offload.sinks.is_deep(entry):
             self._store_below(entry, self.offload.sinks)
             return
@@ -300,8 +309,7 @@ class Memory:
         """What the tree cannot take goes to the host, with all that others need to go on from there."""
         if entry.rebuilt_until and not entry.is_rebuilding:
             entry.rebuilt_until = entry.window_start = 0
-        if entry.sinking is None:
-            self._sink(entry, sinks, at_boundary=True)
+        self._sink(entry, sinks, at_boundary=True)
 
     def _to_store(self, entry: Entry, group: int, pages: int) -> list[int]:
         if group == self._state:

@@ -28,7 +28,7 @@ from engine_shim.cache.transfers import Place, moves_of
 from engine_shim.schedule.entry import Entry
 from engine_shim.schedule.flights import Flights
 from engine_shim.schedule.transit import Flight, OffloadCounters, OffloadPlan, Sinking
-from engine_shim.types import NULL_PAGE, CacheLayout, Sunk
+from engine_shim.types import NULL_PAGE, CacheLayout, Request, Sunk
 from router.wire.block_keys import block_keys, namespace_seed
 
 
@@ -45,8 +45,8 @@ class Adrift:
 class Sinks:
     """Which contexts are too long for the device, and where their parts are.
 
-    ``context_pages``: so much of one context has room below the device; 0 where a draft head keeps pages as well,
-    which cannot sink.
+    ``context_pages``: so much of one context has room below the device; 0 where that is no more than on it, or where a
+    draft head keeps pages as well, which cannot sink.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Sinks:
         self._copies = copies
         self._flights = flights
         self._counters = counters
-        self.context_pages = self._host_pages if layout.draft is None else 0
+        self.context_pages = self._host_pages if layout.draft is None and self._host_pages > self._device_pages else 0
         # Half of the device for what stays, little for what is computed: so others find room beside it.
         self.head_pages = self._device_pages // 2
         self._own_pages = max(1, self._device_pages // 8)
@@ -76,9 +76,17 @@ class Sinks:
 
     # --- how far ------------------------------------------------------------------------------------
 
-    def exceeds_device(self, tokens: int) -> bool:
-        """Whether a context of so many tokens leaves no room on the device to go on."""
+    def fills_device(self, tokens: int) -> bool:
+        """Whether a context of so many tokens leaves no room on the device for another one."""
         return self.context_pages > 0 and tokens >= self._device_pages * self._page
+
+    def exceeds_device(self, request: Request) -> bool:
+        """Whether the device cannot hold a request's known tokens, and the next one if that is to be computed.
+
+        The last token it may sample never is, so a prompt may fill the device to the brim and not exceed it.
+        """
+        last = len(request.prompt) + request.sampling.max_tokens - 1
+        return self.fills_device(min(len(request.tokens), last - 1))
 
     def reach_tokens(self, entry: Entry) -> int:
         """Up to which position a long context may run before a part of it has to sink."""

@@ -17,28 +17,29 @@ def machine(*, host: int, state: bool = False, **options: object) -> LongContext
     """A rank with room for 64 tokens, and for ``host`` below; windows of 5, chunks of 12."""
     rank = LongContextMachine()
     rank.longest = 400
-    defaults = {"head": False, "policy": WritePolicy.THROUGH}
-    rank.start(
-        page=PAGE,
-        window=5,
-        full_pages=17,
-        spare_window_pages=12,
-        state_slots=8 if state else None,
-        checkpoint_pages=4,
-        chunk=12,
-        running=4,
-        drafts=0,
-        tails=WindowTails.STORED,
-        layers=1,
-        ring=2,
-        seed=0,
-        scheduling=SchedulingPolicy.FCFS,
-        host=1 + host // PAGE,
-        disk=None,
-        piece=3,
-        overlaps=True,
-        **{**defaults, **options},
-    )
+    defaults: dict[str, object] = {
+        "head": False,
+        "page": PAGE,
+        "window": 5,
+        "full_pages": 17,
+        "spare_window_pages": 12,
+        "state_slots": 8 if state else None,
+        "checkpoint_pages": 4,
+        "chunk": 12,
+        "running": 4,
+        "drafts": 0,
+        "tails": WindowTails.STORED,
+        "layers": 1,
+        "ring": 2,
+        "seed": 0,
+        "scheduling": SchedulingPolicy.FCFS,
+        "host": 1 + host // PAGE,
+        "disk": None,
+        "policy": WritePolicy.THROUGH,
+        "piece": 3,
+        "overlaps": True,
+    }
+    rank.start(**(defaults | options))
     return rank
 
 
@@ -138,3 +139,84 @@ def test_what_cannot_sink_is_refused(host: int, *, head: bool, fits: bool) -> No
     request = add(rank, text(160))
     assert (request.finish is FinishReason.ERROR) is not fits
     rank.teardown()
+
+
+@pytest.mark.parametrize("host", [16, 60, 64, 68, 240])
+def test_what_just_fits_the_device_stays_there(host: int) -> None:
+    """To the brim of the device nothing sinks, whatever the host has room for, and all goes to the tree."""
+    rank = machine(host=host)
+    request = add(rank, text(DEVICE_TOKENS), max_tokens=1)
+    while rank.scheduler.has_work:
+        rank.steps(1)
+        assert all(entry.head_pages is None for entry in rank.scheduler._running)
+    rank.settle()
+    assert (len(request.output), request.finish) == (1, FinishReason.LENGTH)
+    assert rank.memory.host_reads == 0
+    assert sum(len(hashes) for (medium, group), hashes in rank.resident.items() if (medium, group) == ("GPU", 0)) == 16
+    rank.teardown()
+
+
+@pytest.mark.parametrize("host", [16, 64])
+def test_a_host_no_larger_than_the_device_lengthens_no_context(host: int) -> None:
+    """The limit is the device's, and one token more is refused."""
+    rank = machine(host=host)
+    assert rank.scheduler.context_tokens == DEVICE_TOKENS + 1
+    assert add(rank, text(DEVICE_TOKENS + 1), max_tokens=1).finish is FinishReason.ERROR
+    rank.teardown()
+
+
+@pytest.mark.parametrize("known", [DEVICE_TOKENS - 1, DEVICE_TOKENS])
+@pytest.mark.parametrize("is_long", [False, True], ids=["ends-there", "goes-on"])
+@pytest.mark.parametrize("host", [16, 80])
+def test_an_answer_restarts_at_the_brim(host: int, known: int, *, is_long: bool) -> None:
+    """Preempted where the device is full to the last token: it sinks if it goes on from there, and only then."""
+    rank = machine(host=host)
+    request = add(rank, text(50), max_tokens=DEVICE_TOKENS + 1 - 50 + (10 if is_long else 0))
+    while len(request.tokens) < known:
+        rank.steps(1)
+    (entry,) = rank.scheduler._running
+    rank.scheduler._preempt(entry)
+    finish(rank)
+    assert request.finish is FinishReason.LENGTH
+    assert len(request.tokens) == DEVICE_TOKENS + 1 + (10 if is_long and host > DEVICE_TOKENS else 0)
+    assert (rank.memory.host_reads > 0) is (is_long and host > DEVICE_TOKENS)
+    rank.teardown()
+
+
+@pytest.mark.parametrize("tokens", range(96, 104))
+@pytest.mark.parametrize("tails", WindowTails)
+def test_the_smallest_window_pool_is_enough(tails: WindowTails, tokens: int) -> None:
+    """The window page that the end of a prompt keeps to be copied is given back, so its answer has one to go on."""
+    rank = machine(host=240, spare_window_pages=2, tails=tails, running=1)
+    requests = [add(rank, text(tokens), max_tokens=9) for _ in range(2)]
+    finish(rank)
+    assert [len(request.output) for request in requests] == [9, 9]
+    assert rank.memory.host_reads > 0
+    rank.teardown()
+
+
+@pytest.mark.parametrize("chunk", [5, 6, 9])
+def test_nothing_is_shared_of_what_sinks(chunk: int) -> None:
+    """A sibling that arrives while pages are being copied waits; what is copied changes hands nowhere."""
+    arrived = 0
+    for seed in range(8):
+        rank = machine(host=800, chunk=chunk, running=6, window=None)
+        for n in range(2):
+            add(rank, text(16 + seed, seed=n), max_tokens=20)
+        rank.steps(6 + seed)
+        first = add(rank, text(90, seed=seed), max_tokens=4)
+        while first.finish is None:
+            rank.launch()
+            if rank.batch is not None:
+                rank.land()
+            else:
+                rank.mover.land_all()
+            rank.agrees()
+            entry = rank.scheduler._entries.get(first.id)
+            if entry is not None and entry.sinking is not None and not entry.sunk:
+                shared = first.computed_tokens // PAGE * PAGE
+                add(rank, [*first.tokens[:shared], 3, 3, 3], max_tokens=2)
+                arrived += 1
+        finish(rank)
+        rank.teardown()
+    assert arrived > 0
