@@ -192,7 +192,9 @@ class ShimSettings(BaseModel):
         16, description="Of every so many steps check one request's cache slots against their shadow; 0 for never."
     )
     max_context_tokens: _Positive | None = Field(
-        None, description="Prompt and answer together. Default: the model's limit, or what the pool holds."
+        None,
+        description="Prompt and answer together. Default: the model's limit, or what the larger of the pools on device "
+        "and host holds.",
     )
     kv_events: bool = Field(True, description="publish cache events.")
     kv_events_port: _Port = Field(5557, description="Port of rank 0's events.")
