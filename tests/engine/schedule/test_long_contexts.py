@@ -220,3 +220,33 @@ def test_nothing_is_shared_of_what_sinks(chunk: int) -> None:
         finish(rank)
         rank.teardown()
     assert arrived > 0
+
+
+def test_what_a_step_reads_stays_where_it_is() -> None:
+    """A sibling that arrives has nothing sink of a prefill that is in the same step: the host may have it at once.
+
+    That is so where the head alone has been lost and is computed again.
+    """
+    rank = machine(host=800, chunk=2, window=None)
+    add(rank, text(90))
+    finish(rank)
+    memory = rank.scheduler._memory
+    memory.cache.evict(0, DEVICE_TOKENS // PAGE)
+    assert memory.offload is not None
+    for page in list(memory.offload.copies.pages()):
+        if page.parent is not None and page.parent.parent is None:
+            for copy in list(page.copies.values()):
+                memory.offload.copies._drop(copy)
+    first = add(rank, text(90))
+    arrived = 0
+    while rank.scheduler.has_work:
+        rank.steps(1)
+        entry = rank.scheduler._entries.get(first.id)
+        own = 0 if entry is None or not entry.sunk else first.computed_tokens // PAGE - entry.own_from
+        if entry is not None and own > 0 and entry.sinking is None and entry.prefilling and arrived < 3:
+            shared = first.computed_tokens // PAGE * PAGE
+            add(rank, [*first.tokens[:shared], 4 - first.tokens[shared], 1], max_tokens=2)
+            arrived += 1
+    rank.settle()
+    assert arrived > 0
+    rank.teardown()
