@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from router.options import parse
 from router.knobs import knobs
+from router.options import parse
 from router.settings import Settings
 from router.settings_sources import ENV_PREFIX, load_settings
 

@@ -12,8 +12,8 @@ import pytest
 
 from router import cli
 from router.errors import ConfigError
-from router.options import main, parse
 from router.knobs import knobs
+from router.options import main, parse
 from router.settings import Policy
 
 
