@@ -250,3 +250,25 @@ def test_what_a_step_reads_stays_where_it_is() -> None:
     rank.settle()
     assert arrived > 0
     rank.teardown()
+
+
+def test_who_reads_a_damaged_copy_starts_again() -> None:
+    """A load of the same copies for another that fits the device does not arrive: nobody reads them any more."""
+    rank = machine(host=240, window=None)
+    prefix = text(160)
+    long = add(rank, prefix, max_tokens=40)
+    while len(long.output) < 3:
+        rank.steps(1)
+    (entry,) = rank.scheduler._running
+    read = set(entry.sunk)
+    add(rank, prefix[: DEVICE_TOKENS - 3 * PAGE], max_tokens=1)
+    rank.launch()
+    rank.land()
+    loads = [flight for flight in rank.offload._flights if flight.load is not None]
+    assert read.issuperset(loads[0].reads)
+    rank.mover.land(0, whole=False)
+    rank.scheduler.poll()
+    assert entry not in rank.scheduler._running
+    finish(rank)
+    assert len(long.output) == 40
+    rank.teardown()
