@@ -13,11 +13,22 @@ from torch import Tensor
 
 from engine_shim.attention import fp8
 from engine_shim.attention.fp8 import GREATEST, DecodedPages, pack, packed_size, unpack
+from engine_shim.attention.host_pages import HostPages
 from engine_shim.attention.kernel_attention import KernelAttention
 from engine_shim.attention.paged import PagedAttention, Pools
 from engine_shim.attention.plan import make_plan
 from engine_shim.attention.tables import page_tables
-from engine_shim.types import Batch
+from engine_shim.types import (
+    NULL_PAGE,
+    Batch,
+    CacheGroup,
+    CacheLayout,
+    Chunk,
+    GroupKind,
+    Request,
+    Sampling,
+    Sunk,
+)
 
 NAN = 0x7F
 
@@ -158,6 +169,22 @@ def test_kernels_read_every_code() -> None:
         out = KernelAttention(pools, tables, scale=0.0, tiles=SMALL)(0, case.query, case.key, case.value)
     expected = (MEANINGS[codes.long()] * float(torch.tensor(0.3))).float()
     torch.testing.assert_close(out, expected, atol=0.0, rtol=1e-6)
+
+
+def test_what_has_sunk_is_read_on_the_host() -> None:
+    """Keys from the host's keys and values from its values, each behind the head and before what is on the device."""
+    layout = CacheLayout(4, (CacheGroup(0, GroupKind.FULL, (0,)),), (5,))
+    request = Request("sunk", tuple(range(1, 16)), Sampling(2))
+    tables = ([3, NULL_PAGE, NULL_PAGE, 1],)
+    chunk = Chunk(request, start=14, count=1, tables=tables, samples=True, draws=0, sunk=Sunk(1, (6, 2)))
+    plan = make_plan(Batch((chunk,)), layout, device=CPU, dtype=torch.float64)
+    (segment,) = plan.groups[0].segments
+    device = [pack(torch.randn(5, 4, 2, 8)) for _ in range(2)]
+    host = [pack(torch.randn(1, 9, 4, 2, 8)) for _ in range(2)]
+    read = DecodedPages(torch.float64)(*device, segment, HostPages(*host, CPU).of_layer(0))
+    for actual, here, below in zip(read, device, host, strict=True):
+        pages = torch.stack((here[3], below[0, 6], below[0, 2], here[1]))
+        assert torch.equal(actual[0], unpack(pages, torch.float64).flatten(0, 1)[:15])
 
 
 def as_e5m2(packed: Tensor, dtype: torch.dtype) -> Tensor:
