@@ -197,29 +197,33 @@ def test_the_smallest_window_pool_is_enough(tails: WindowTails, tokens: int) -> 
 
 @pytest.mark.parametrize("chunk", [5, 6, 9])
 def test_nothing_is_shared_of_what_sinks(chunk: int) -> None:
-    """A sibling that arrives while pages are being copied waits; what is copied changes hands nowhere."""
-    arrived = 0
+    """While a head's pages are being copied none of them goes to the tree, and a sibling that arrives waits."""
+    heads = 0
     for seed in range(8):
         rank = machine(host=800, chunk=chunk, running=6, window=None)
         for n in range(2):
             add(rank, text(16 + seed, seed=n), max_tokens=20)
         rank.steps(6 + seed)
-        first = add(rank, text(90, seed=seed), max_tokens=4)
+        first, sibling = add(rank, text(90, seed=seed), max_tokens=4), None
         while first.finish is None:
             rank.launch()
+            entry = rank.scheduler._entries.get(first.id)
+            if entry is not None and entry.sinking is not None and not entry.sunk:
+                begin, memory = entry.own_from, rank.scheduler._memory
+                heads += memory.offload is not None and not memory.offload.sinks.is_deep(entry)
+                memory.store(entry)
+                assert entry.own_from == begin
+                shared = first.computed_tokens // PAGE * PAGE
+                assert sibling is None or sibling.computed_tokens == 0
+                sibling = sibling or add(rank, [*first.tokens[:shared], 3, 3, 3], max_tokens=2)
             if rank.batch is not None:
                 rank.land()
             else:
                 rank.mover.land_all()
             rank.agrees()
-            entry = rank.scheduler._entries.get(first.id)
-            if entry is not None and entry.sinking is not None and not entry.sunk:
-                shared = first.computed_tokens // PAGE * PAGE
-                add(rank, [*first.tokens[:shared], 3, 3, 3], max_tokens=2)
-                arrived += 1
         finish(rank)
         rank.teardown()
-    assert arrived > 0
+    assert heads > 0
 
 
 def test_what_a_step_reads_stays_where_it_is() -> None:
