@@ -78,7 +78,7 @@ class _TakesIds:
 
     special_ids: frozenset[int] = frozenset()
 
-    def start(self, request: Any) -> Any:
+    def start(self, request: Any, *, most_tokens: int) -> Any:
         return Given(array("I", request.prompt))
 
 
