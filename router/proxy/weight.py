@@ -30,17 +30,14 @@ def is_quickly_read(endpoint: Endpoint, body: bytes) -> bool:
 
 def is_light(request: InferenceRequest) -> bool:
     """Whether the loop has the time to render it, and to key it by its text."""
-    return is_short(request) and (request.chat is None or _has_few_marks(request.body) or _has_few_values(request.chat))
+    return is_short(request) and (
+        request.chat is None or len(request.body) <= 2 * _MOST_VALUES or _has_few_values(request.chat)
+    )
 
 
 def is_short(request: InferenceRequest) -> bool:
     """Whether others may be asked to wait while it is rendered."""
     return len(request.body) <= _MOST_BYTES
-
-
-def _has_few_marks(body: bytes) -> bool:
-    """No value stands but behind one of these, most of which are in texts."""
-    return body.count(b",") + body.count(b"[") + body.count(b"{") < _MOST_VALUES
 
 
 def _has_few_values(value: object) -> bool:
