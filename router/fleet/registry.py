@@ -1,8 +1,7 @@
 """The workers: known by URL, asked what they are, watched, and kept as ranks in the fleet.
 
-Each worker has one task that lives as long as the worker is registered: ask (again and again while it is down), enter
-its ranks, follow their event streams, probe. A worker that is down is reported with a sentence; it never stops the
-router.
+Each worker has one task as long as it is registered: ask (again and again while it is down), enter its ranks, follow
+their event streams, probe. A worker that is down is reported with a sentence; it never stops the router.
 """
 
 from __future__ import annotations
