@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offload_rank import OffloadRank
@@ -29,23 +31,26 @@ def decoder(card: ModelCard) -> Decoder:
     return load_decoder(card)
 
 
-@pytest.fixture(params=["host", "disk"])
-def rank(request: pytest.FixtureRequest, decoder: Decoder, card: ModelCard, tmp_path: Path) -> Iterator[OffloadRank]:
-    """The device has room for one prefix and a question; the host for both, or for one while the disk has both."""
-    below = {"host": {"host_ratio": 2.2}, "disk": {"host_ratio": 1.1, "disk_ratio": 2.2}}[request.param]
-    rank = OffloadRank(
+def rank_of(decoder: Decoder, card: ModelCard, *, pool_tokens: int, **options: Any) -> OffloadRank:
+    return OffloadRank(
         decoder,
         page_tokens=16,
-        pool_tokens=PREFIX_TOKENS + 400,
-        window_pool_tokens=640,
+        pool_tokens=pool_tokens,
         chunk_tokens=512,
         eos_token_ids=frozenset(card.eos_token_ids),
         record=False,
-        folder=tmp_path,
-        **below,
+        **{"window_pool_tokens": 640, **options},
     )
-    yield rank
-    rank.close()
+
+
+@pytest.fixture(params=["host", "disk"])
+def rank(request: pytest.FixtureRequest, decoder: Decoder, card: ModelCard, tmp_path: Path) -> Iterator[OffloadRank]:
+    """The device has room for one prefix and a question; the host for both, or for one while the disk has both."""
+    below = {"host": {"host_ratio": 2.2}, "disk": {"host_ratio": 1.1, "disk_ratio": 2.2}}
+    with closing(
+        rank_of(decoder, card, pool_tokens=PREFIX_TOKENS + 400, folder=tmp_path, **below[request.param])
+    ) as rank:
+        yield rank
 
 
 def ask(rank: OffloadRank, card: ModelCard, name: str, text: str) -> list[str]:
@@ -76,20 +81,11 @@ def small_rank(
     request: pytest.FixtureRequest, decoder: Decoder, card: ModelCard, tmp_path: Path
 ) -> Iterator[OffloadRank]:
     """The device has room for half a prefix; the host for both, or for one while the disk has both."""
-    below = {"host": {"host_ratio": 4.2}, "disk": {"host_ratio": 2.1, "disk_ratio": 4.2}}[request.param]
-    rank = OffloadRank(
-        decoder,
-        page_tokens=16,
-        pool_tokens=PREFIX_TOKENS // 2 + 96,
-        window_pool_tokens=640,
-        chunk_tokens=512,
-        eos_token_ids=frozenset(card.eos_token_ids),
-        record=False,
-        folder=tmp_path,
-        **below,
-    )
-    yield rank
-    rank.close()
+    below = {"host": {"host_ratio": 4.2}, "disk": {"host_ratio": 2.1, "disk_ratio": 4.2}}
+    with closing(
+        rank_of(decoder, card, pool_tokens=PREFIX_TOKENS // 2 + 96, folder=tmp_path, **below[request.param])
+    ) as rank:
+        yield rank
 
 
 def test_128_questions_on_prefixes_longer_than_the_device(small_rank: OffloadRank, card: ModelCard) -> None:
@@ -118,16 +114,7 @@ def test_127500_tokens(decoder: Decoder, card: ModelCard) -> None:
     The device has room for half of the long prefix, the host for both.
     """
     long_tokens, other_tokens = 127_500, 30_000
-    rank = OffloadRank(
-        decoder,
-        page_tokens=16,
-        pool_tokens=65_536,
-        window_pool_tokens=1024,
-        chunk_tokens=512,
-        eos_token_ids=frozenset(card.eos_token_ids),
-        record=False,
-        host_ratio=2.6,
-    )
+    rank = rank_of(decoder, card, pool_tokens=65_536, window_pool_tokens=1024, host_ratio=2.6)
     started = time.monotonic()
     long, other = haystack(long_tokens, FACTS, seed=4), haystack(other_tokens, FACTS, seed=5)
     right = 0
