@@ -128,6 +128,7 @@ class _Replay:
                 pool_blocks=capture.pool_blocks,
                 prefill_chunk_tokens=capture.prefill_chunk_tokens,
                 max_running_requests=capture.max_running_requests,
+                retention_tokens=capture.retention_tokens,
             )
             self._fleet.set_status(slot, RankStatus.READY)
         self._slots = frozenset(range(ranks))

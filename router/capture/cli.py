@@ -161,6 +161,7 @@ async def _record(options: argparse.Namespace, script: Script) -> None:
                     "pool_blocks": info.pool_blocks,
                     "chunked_prefill_size": info.prefill_chunk_tokens,
                     "max_running_requests": info.max_running_requests,
+                    "retention_tokens": info.retention_tokens,
                     **options.geometry,
                 },
             )

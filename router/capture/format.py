@@ -27,6 +27,7 @@ from router.capture.notes import (
     merged,
     pool_blocks_of,
     pool_tokens_of,
+    retention_tokens_of,
 )
 from router.core.types import Engine
 from router.core.usable import Geometry
@@ -95,6 +96,7 @@ class Capture:
     pool_blocks: int | None = None
     prefill_chunk_tokens: int | None = None
     max_running_requests: int | None = None
+    retention_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
 
 
@@ -137,10 +139,11 @@ def read_capture(frames: Path, requests: Path | None) -> Capture:
         resets=sorted(resets, key=lambda reset: reset.at),
         geometry=geometry_of(settings),
         block_tokens=block_tokens_of(settings, metrics),
-        pool_tokens=pool_tokens_of(settings),
+        pool_tokens=pool_tokens_of(settings, metrics),
         pool_blocks=pool_blocks_of(settings, metrics, ranks=1 + max((message.rank for message in messages), default=0)),
         prefill_chunk_tokens=first_number(settings, "chunked_prefill_size"),
         max_running_requests=max_running_of(settings),
+        retention_tokens=retention_tokens_of(settings, metrics),
         adapters=adapters_of(settings),
     )
 

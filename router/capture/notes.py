@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from router.core.usable import Geometry
+from router.core.usable import Geometry, retention_of
 
 #: Of the settings that vLLM has among its metrics.
-_SETTING = r'vllm:cache_config_info\{{[^}}]*\b{}="(\d+)"'
+_SETTING = r'vllm:cache_config_info\{{[^}}]*\b{}="(\w+)"'
 #: Settings may be nested so deep.
 _MOST_DEPTH = 4
 
@@ -54,13 +54,15 @@ def block_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int 
     return told or _metric(metrics, "prefix_match_unit") or _metric(metrics, "block_size")
 
 
-def pool_tokens_of(settings: Mapping[str, Any]) -> int | None:
+def pool_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int | None:
     """Tokens that one rank's cache holds."""
     if size := first_number(settings, "pool_tokens", "kv_cache_size_tokens", "max_total_num_tokens"):
         return size
     blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override")
     block_tokens = first_number(settings, "block_size")
-    return blocks * block_tokens if blocks and block_tokens else first_number(settings, "max_total_tokens")
+    if blocks and block_tokens:
+        return blocks * block_tokens
+    return first_number(settings, "max_total_tokens") or _metric(metrics, "kv_cache_size_tokens")
 
 
 def pool_blocks_of(settings: Mapping[str, Any], metrics: Sequence[str], *, ranks: int) -> int | None:
@@ -78,9 +80,21 @@ def max_running_of(settings: Mapping[str, Any]) -> int | None:
     return next(told, None) or first_number(settings, "max_running_requests")
 
 
+def retention_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int | None:
+    """Before the end of segments of how many tokens vLLM keeps windows and states."""
+    name = "prefix_cache_retention_interval"
+    told = map(retention_of, (settings.get("retention_tokens"), settings.get(name), _label(metrics, name)))
+    return next((each for each in told if each is not None), None)
+
+
 def _metric(metrics: Sequence[str], name: str) -> int | None:
+    found = _label(metrics, name)
+    return int(found) if found is not None and found.isdigit() else None
+
+
+def _label(metrics: Sequence[str], name: str) -> str | None:
     setting = re.compile(_SETTING.format(name))
-    return next((int(match[1]) for text in metrics if (match := setting.search(text))), None)
+    return next((match[1] for text in metrics if (match := setting.search(text))), None)
 
 
 def adapters_of(settings: Mapping[str, Any]) -> frozenset[str]:

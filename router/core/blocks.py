@@ -44,10 +44,20 @@ class Blocks:
 
     # --- membership -------------------------------------------------------------------------------
 
-    def add_rank(self, slot: int, *, domain: str, geometry: Geometry | None = None, pool: Pool | None = None) -> None:
+    def add_rank(
+        self,
+        slot: int,
+        *,
+        domain: str,
+        geometry: Geometry | None = None,
+        pool: Pool | None = None,
+        retention_tokens: int | None = None,
+    ) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, Names())
-        self._ranks[slot] = RankState(1 << slot, names, geometry or Geometry(), self._chains_of(1), pool)
+        self._ranks[slot] = RankState(
+            1 << slot, names, geometry or Geometry(), self._chains_of(1), pool, retention_tokens=retention_tokens
+        )
         if pool is not None and geometry is not None:
             pool.recomputed_blocks = int(geometry.eagle)
         self._listen(slot)

@@ -90,7 +90,7 @@ class PrefixIndex(Residency):
         self, rank: RankState, group: int, rule: Rule, keys: Sequence[int], *, start: int, ends: set[int]
     ) -> Sequence[int]:
         held = self._sparse[group].masks
-        blocks = rule.kept(start, len(keys), ends=ends, keeps_all=rank.keeps_all.get(group, False))
+        blocks = rule.kept(start, len(keys), ends=ends, segment_tokens=rank.segment_tokens.get(group, 0))
         names = [keys[(block + 1) * rule.stride - 1] for block in blocks]
         return [key for key in names if not held.get(key, 0) & rank.bit]
 

@@ -95,6 +95,11 @@ class Provisional:
         """The chains that a rank is to store, those promised last first."""
         return reversed(self._expected.get(slot, {}).values())
 
+    def ends_prompt(self, slot: int, key: int, *, stride: int) -> bool:
+        """Whether a prompt in flight has this as its last whole block, of ``stride`` units."""
+        prompts = (each.keys for each in self.expected(slot) if each.start is None and len(each.keys) >= stride)
+        return any(keys[len(keys) - len(keys) % stride - 1] == key for keys in prompts)
+
     def confirm(self, slot: int, group: int, keys: Sequence[int]) -> None:
         """An event said that these blocks are resident."""
         if slot not in self._by_slot:

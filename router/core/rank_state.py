@@ -102,8 +102,9 @@ class Names:
 class RankState:
     """What the index keeps for one slot besides its bits. ``rules`` are of all groups but the dense one.
 
-    ``align`` is the least common multiple of all strides: every hit ends there. ``keeps_all`` says of a window group
-    whether it keeps every block (True) or only what lies before a prompt's end. ``has_tails``: prompts' ends are found
+    ``align`` is the least common multiple of all strides: every hit ends there. ``segment_tokens`` says of a window
+    group before the end of which segments it keeps blocks (1: all), besides what lies before a prompt's end (0: that
+    alone); ``retention_tokens`` is the worker's word for it, where it gave one. ``has_tails``: prompts' ends are found
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
@@ -123,7 +124,8 @@ class RankState:
     stride: int = 1
     align: int = 1
     rules: dict[int, Rule] = field(default_factory=dict)
-    keeps_all: dict[int, bool] = field(default_factory=dict)
+    retention_tokens: int | None = None
+    segment_tokens: dict[int, int] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unplaced: list[BlockStored] = field(default_factory=list)
     met: dict[int, BlockStored] = field(default_factory=dict)

@@ -126,7 +126,7 @@ class Residency(LoneGroups):
                 rank.pool = pool.guard.attempt(
                     SharedPool,
                     rank.rules,
-                    rank.keeps_all,
+                    rank.segment_tokens,
                     dense_group=rank.dense_group,
                     block_tokens=rank.stride * self.block_tokens,
                     blocks=pool.all_blocks,
@@ -237,7 +237,7 @@ class Residency(LoneGroups):
         if self._is_report(rank, event):
             rank.reported = event.hashes
             return
-        self._note_keeping(rank, event)
+        self._note_keeping(rank, slot, event)
         if rank.is_lone:
             self._store_lone(rank, slot, event)
             return
@@ -254,16 +254,23 @@ class Residency(LoneGroups):
 
     def _is_report(self, rank: RankState, event: BlockStored) -> bool:
         """Whether a group tells of more than it keeps, which lies before a prompt's end and before where it forked."""
-        if event.parent is not None or not event.is_dense or rank.keeps_all.get(event.group, True):
+        if event.parent is not None or not event.is_dense or rank.segment_tokens.get(event.group, 1):
             return False
         return len(event.hashes) > 2 * max(1, rank.rules[event.group].needed)
 
-    def _note_keeping(self, rank: RankState, event: BlockStored) -> None:
-        """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only."""
-        if not event.hashes:
-            rank.keeps_all[event.group] = False
-        elif event.is_dense and len(event.hashes) > 2 * rank.rules[event.group].needed:  # ends and forks are two places
-            rank.keeps_all.setdefault(event.group, True)
+    def _note_keeping(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only; one
+        that stores more than two of them, or what was generated, keeps all.
+        """
+        if rank.retention_tokens is not None:
+            rank.segment_tokens[event.group] = rank.retention_tokens
+        elif not event.hashes:
+            rank.segment_tokens[event.group] = 0
+        elif event.is_dense and event.group not in rank.segment_tokens:
+            before = None if event.parent is None else self._key(rank, event.parent)
+            is_generated = before is not None and self.provisional.ends_prompt(slot, before, stride=rank.stride)
+            if is_generated or len(event.hashes) > 2 * rank.rules[event.group].needed:  # ends and forks are two places
+                rank.segment_tokens[event.group] = 1
 
     def _store_lower(self, slot: int, event: BlockStored) -> None:
         """A copy below the device, in host memory or on disk: worth a load, not a prefill. Dense groups only."""

@@ -241,7 +241,7 @@ class SharedForecast(ForetoldQueue):
         self._lost.difference_update(keys[start:stop])
         run.length = stop
         for group, rule in pool.rules.items():
-            kept = rule.kept(start, stop, ends=run.ends, keeps_all=pool.keeps_all.get(group, False))
+            kept = rule.kept(start, stop, ends=run.ends, segment_tokens=pool.segment_tokens.get(group, 0))
             if rule.is_state:  # between the states it begins and ends with there is none
                 kept = [at for at in kept if at + 1 == stop]
             copies = self._name([pool.block(group, keys[at]) for at in kept])
@@ -323,7 +323,8 @@ class SharedForecast(ForetoldQueue):
         self._slide(run)
         while run.length < len(keys):
             for group, rule in pool.rules.items():
-                if rule.kept(run.length, run.length + 1, ends=(), keeps_all=pool.keeps_all.get(group, False)):
+                segment_tokens = pool.segment_tokens.get(group, 0)
+                if rule.kept(run.length, run.length + 1, ends=(), segment_tokens=segment_tokens):
                     run.tables[group][-1] = self._name([pool.block(group, keys[run.length])])[0]
             run.length += 1
             self._begin_block(run)

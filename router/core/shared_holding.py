@@ -24,11 +24,11 @@ class SharedHolding:
     """The queue of cached blocks, and the requests that hold some. Mutated by its owner, on one thread."""
 
     def __init__(
-        self, keeps_all: Mapping[int, bool], *, dense_group: int, block_tokens: int, cached: Iterable[int] = ()
+        self, segment_tokens: Mapping[int, int], *, dense_group: int, block_tokens: int, cached: Iterable[int] = ()
     ) -> None:
-        """``keeps_all`` is of all other groups than the dense one, of which ``cached`` are."""
+        """``segment_tokens`` is of all other groups than the dense one, of which ``cached`` are."""
         self.rules: dict[int, Rule] = {}
-        self.keeps_all = keeps_all
+        self.segment_tokens = segment_tokens
         self.dense_group = dense_group
         self.block_tokens = block_tokens
         #: The groups in the order in which a request takes and frees their blocks.

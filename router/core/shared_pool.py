@@ -31,7 +31,7 @@ class SharedPool(SharedHolding):
     def __init__(
         self,
         rules: Mapping[int, Rule],
-        keeps_all: Mapping[int, bool],
+        segment_tokens: Mapping[int, int],
         *,
         dense_group: int,
         block_tokens: int,
@@ -40,11 +40,11 @@ class SharedPool(SharedHolding):
         guard: Guard | None = None,
         recomputed_blocks: int = 0,
     ) -> None:
-        """``rules`` and ``keeps_all`` are of all other groups, ``cached`` the blocks of the dense one.
+        """``rules`` and ``segment_tokens`` are of all other groups, ``cached`` the blocks of the dense one.
 
         Of what a request finds ``recomputed_blocks`` are computed again.
         """
-        super().__init__(keeps_all, dense_group=dense_group, block_tokens=block_tokens, cached=cached)
+        super().__init__(segment_tokens, dense_group=dense_group, block_tokens=block_tokens, cached=cached)
         self.is_radix = False
         self.guard = guard or Guard()
         self.recomputed_blocks = recomputed_blocks
@@ -74,7 +74,7 @@ class SharedPool(SharedHolding):
         """One like it, of which nothing is known."""
         return SharedPool(
             self.rules,
-            self.keeps_all,
+            self.segment_tokens,
             dense_group=self.dense_group,
             block_tokens=self.block_tokens,
             blocks=self._blocks if self._is_known else None,
@@ -218,7 +218,7 @@ class SharedPool(SharedHolding):
         self._changes()
         if copies and not self._is_known:
             nameless = [group for group, rule in self.rules.items() if rule.kind is Kind.WINDOW]
-            nameless = [group for group in nameless if not self.keeps_all.get(group, False)]
+            nameless = [group for group in nameless if not self.segment_tokens.get(group)]
             full = copies + self._sparse_copies + len(nameless)  # a block of those is held as it is filled
             self._blocks = max(self._blocks or 0, full)
         self._leave(keys)

@@ -86,16 +86,22 @@ class Rule:
         end = boundary // self.stride
         return [(block + 1) * self.stride - 1 for block in range(self.first_needed(end), end)]
 
-    def kept(self, start: int, end: int, *, ends: Collection[int], keeps_all: bool) -> Sequence[int]:
+    def kept(self, start: int, end: int, *, ends: Collection[int], segment_tokens: int) -> Sequence[int]:
         """The blocks that a request leaves in the cache of those it computes, from unit ``start`` to ``end``.
 
-        A window group keeps what lies before the units ``ends``, unless it is known to keep all.
+        A window group keeps what lies before the units ``ends`` and, unless ``segment_tokens`` is 0, before the end of
+        each segment of so many tokens (``SlidingWindowManager.reachable_block_mask``).
         """
         first, last = start // self.stride, end // self.stride
-        if self.kind in (Kind.DENSE, Kind.CHUNK) or keeps_all:
+        if self.kind in (Kind.DENSE, Kind.CHUNK):
             return range(first, last)
         kept: set[int] = set()
         if self.kind is Kind.WINDOW:
+            if segment_tokens:
+                segment = segment_tokens // (self.stride * self.unit_tokens)
+                if self.needed >= segment:
+                    return range(first, last)
+                kept.update(block for block in range(first, last) if block % segment >= segment - self.needed)
             for place in ends:
                 block = place // self.stride
                 kept.update(range(max(first, self.first_needed(block)), min(last, block)))
@@ -117,6 +123,17 @@ _KINDS = {
 }
 
 
+def retention_of(told: object) -> int | None:
+    """Before the end of segments of how many tokens windows and states are kept, by vLLM's setting
+    ``prefix_cache_retention_interval``, of which None stands for all blocks. None where nothing is told.
+    """
+    if told == "None":
+        return 1
+    if isinstance(told, str) and told.isdigit():
+        return int(told)
+    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else None
+
+
 def rule_of(
     kind: str | None, *, window_tokens: int | None, block_tokens: int, unit_tokens: int, geometry: Geometry
 ) -> Rule:
@@ -126,7 +143,7 @@ def rule_of(
         case Kind.WINDOW if window_tokens is None or 0 < window_tokens <= _MAX_WINDOW_TOKENS:
             blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
             needed = max(1, blocks) + geometry.eagle
-            return Rule(Kind.WINDOW, stride, needed, window_tokens=window_tokens or 0)
+            return Rule(Kind.WINDOW, stride, needed, unit_tokens, window_tokens=window_tokens or 0)
         case Kind.CHUNK if geometry.chunk_tokens:
             return Rule(Kind.CHUNK, stride, geometry.chunk_tokens, unit_tokens)
         case Kind.DENSE | Kind.CHUNK | Kind.WINDOW:  # a chunk of unknown size, or no window, is taken for all there is

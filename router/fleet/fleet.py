@@ -115,6 +115,7 @@ class Fleet:
         pool_blocks: int | None = None,
         prefill_chunk_tokens: int | None = None,
         max_running_requests: int | None = None,
+        retention_tokens: int | None = None,
         cards: Mapping[str, ModelCard] | None = None,
     ) -> int:
         """Know a rank, PENDING at first. Returns its slot: the lowest that is free.
@@ -140,6 +141,7 @@ class Fleet:
             pool_blocks=pool_blocks,
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_running_requests=max_running_requests,
+            retention_tokens=retention_tokens,
             cards=cards or {},
         )
         self._members[slot] = member
@@ -322,7 +324,13 @@ class Fleet:
             if is_radix
             else Pool(blocks, all_blocks=member.pool_blocks)
         )
-        member.index.add_rank(member.slot, domain=member.target.engine, geometry=geometry, pool=pool)
+        member.index.add_rank(
+            member.slot,
+            domain=member.target.engine,
+            geometry=geometry,
+            pool=pool,
+            retention_tokens=member.retention_tokens,
+        )
         member.index.meet(member.slot, groups)
         self._measure(member)
 

@@ -50,6 +50,7 @@ class Member:
     pool_blocks: int | None = None
     prefill_chunk_tokens: int | None = None
     max_running_requests: int | None = None
+    retention_tokens: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None

@@ -51,6 +51,7 @@ class Ranks(Picture, Protocol):
         pool_blocks: int | None,
         prefill_chunk_tokens: int | None,
         max_running_requests: int | None,
+        retention_tokens: int | None,
         cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
@@ -348,6 +349,7 @@ class Registry:
             pool_blocks=info.pool_blocks,
             prefill_chunk_tokens=info.prefill_chunk_tokens,
             max_running_requests=info.max_running_requests,
+            retention_tokens=info.retention_tokens,
             cards=info.cards,
         )
 

@@ -18,6 +18,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
+from router.core.usable import retention_of
 from router.errors import WireError, WorkerError
 from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
@@ -53,6 +54,8 @@ class WorkerInfo:
     prefill_chunk_tokens: int | None = None
     #: A rank runs no more at once.
     max_running_requests: int | None = None
+    #: Windows and recurrent state are kept before the end of each segment of so many tokens; 0: of prompts alone.
+    retention_tokens: int | None = None
     #: By model. Engines say the time of asking in ``created``, so that cards tell no workers apart.
     cards: Mapping[str, ModelCard] = field(default_factory=dict, compare=False)
 
@@ -121,6 +124,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         pool_blocks=_pool_blocks(cache, dp_size=dp_size) if engine is Engine.VLLM else None,
         prefill_chunk_tokens=_number((server or {}).get("chunked_prefill_size")),
         max_running_requests=_max_running(server),
+        retention_tokens=retention_of(cache.get("prefix_cache_retention_interval")),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
         bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),

@@ -33,7 +33,8 @@ def vllm_source(rank: int) -> dict[str, Any]:
 VLLM_METRICS = b"""\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="5120",num_gpu_blocks="320"} 1.0
+vllm:cache_config_info{block_size="32",engine="0",kv_cache_size_tokens="5120",num_gpu_blocks="320",\
+prefix_cache_retention_interval="256"} 1.0
 # TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.7e+09
 """
@@ -72,6 +73,7 @@ async def test_vllm_with_two_ranks() -> None:
         "tcp://127.0.0.1:15678",
     ]
     assert (info.block_tokens, info.pool_tokens, info.pool_blocks) == (32, 5120, 159)  # one stands for no block
+    assert info.retention_tokens == 256
     target = info.target(1)
     assert (target.host, target.port, target.rank, target.dp_size) == ("127.0.0.1", worker.port, 1, 2)
 

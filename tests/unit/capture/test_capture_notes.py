@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from router.capture.notes import adapters_of, block_tokens_of, geometry_of, max_running_of, merged
+from router.capture.notes import (
+    adapters_of,
+    block_tokens_of,
+    geometry_of,
+    max_running_of,
+    merged,
+    pool_tokens_of,
+    retention_tokens_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +77,13 @@ def test_how_many_run_at_once_is_the_schedulers_word_before_the_settings() -> No
     assert max_running_of(merged([{"info": info}])) == 48
     assert max_running_of(merged([{"geometry": {"max_running_requests": 96}}])) == 96
     assert max_running_of({}) is None
+
+
+def test_what_no_note_tells_of_the_cache_vllms_metrics_do() -> None:
+    """Its size, and how much windows keep; notes come first."""
+    metrics = 'vllm:cache_config_info{kv_cache_size_tokens="1732",prefix_cache_retention_interval="None",x="1"} 1.0'
+
+    assert (pool_tokens_of({}, [metrics]), retention_tokens_of({}, [metrics])) == (1732, 1)
+    told = merged([{"geometry": {"pool_tokens": 64, "retention_tokens": 256}}])
+    assert (pool_tokens_of(told, [metrics]), retention_tokens_of(told, [metrics])) == (64, 256)
+    assert (pool_tokens_of({}, []), retention_tokens_of({}, [])) == (None, None)

@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
         if (
             self.most_kept is None
             or found <= max(1, self.most_kept)
-            or self.index._ranks[slot].keeps_all.get(WINDOW_GROUP, True)
+            or self.index._ranks[slot].segment_tokens.get(WINDOW_GROUP, 1)
         ):
             return
         before = Counter(self.held[slot])

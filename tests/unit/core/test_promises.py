@@ -95,6 +95,26 @@ def test_generated_blocks_are_kept_whole_by_the_full_group_only(index: PrefixInd
     assert reusable(other) == 12
 
 
+def test_a_group_that_keeps_what_was_generated_keeps_all(index: PrefixIndex) -> None:
+    """However short the prompts are that were heard of: blocks behind a prompt's end are before no other's."""
+    index.promise(0, keys()[:3], prompt_tokens=7)
+    index.apply(0, window((0, 2), (0, 1, 2)))
+    index.apply(0, stored(0, 2))
+    assert index._ranks[0].segment_tokens == {}
+
+    index.apply(0, window((3, 3), (3,)))
+    assert index._ranks[0].segment_tokens == {1: 1}
+
+
+def test_the_workers_word_on_what_is_kept_is_not_learned_anew() -> None:
+    """An event may name all blocks that it covers by chance."""
+    index = PrefixIndex(block_tokens=2)
+    index.add_rank(0, domain="engine", retention_tokens=0)
+    index.apply(0, window((0, 5), (0, 1, 2, 3, 4, 5)))
+
+    assert index._ranks[0].segment_tokens == {1: 0}
+
+
 def test_a_clear_takes_what_ended_requests_left(index: PrefixIndex) -> None:
     """What a running request will store is still to come."""
     ended, running = (200, 201), (300, 301)

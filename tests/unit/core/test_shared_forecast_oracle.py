@@ -298,7 +298,8 @@ class SharedForecastMachine(LateEventsMachine):
         pool = self.index.pool(0)
         assert isinstance(pool, SharedPool)
         windows = [group for group, (kind, _) in enumerate(kinds) if kind == "sliding_window"]
-        self.index._ranks[0].keeps_all.update(dict.fromkeys(windows, keeps_all))  # as longer prompts would show
+        segments = dict.fromkeys(windows, int(keeps_all))  # as longer prompts would show
+        self.index._ranks[0].segment_tokens.update(segments)
         self.pool = pool
 
     def apply(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core.usable import Geometry, Kind, Mask, Rule, boundary, rule_of, slots_of
+from router.core.usable import Geometry, Kind, Mask, Rule, boundary, retention_of, rule_of, slots_of
 
 
 @settings(deadline=None)
@@ -81,11 +81,11 @@ def test_groups_can_push_one_another_down_to_nothing() -> None:
             "sliding_window",
             65,
             False,
-            Rule(Kind.WINDOW, 1, 4, window_tokens=65),
+            Rule(Kind.WINDOW, 1, 4, 16, window_tokens=65),
         ),  # 64 tokens before the query: 4 blocks of 16
-        ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5, window_tokens=66)),
-        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5, window_tokens=65)),
-        ("mamba", None, False, Rule(Kind.WINDOW, 1, 1)),
+        ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5, 16, window_tokens=66)),
+        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5, 16, window_tokens=65)),
+        ("mamba", None, False, Rule(Kind.WINDOW, 1, 1, 16)),
         ("full_attention", None, False, Rule(Kind.DENSE, 1)),
         (None, None, False, Rule(Kind.DENSE, 1)),
         ("cross_attention", None, False, Rule(Kind.UNUSED, 1)),
@@ -105,3 +105,29 @@ def test_a_window_of_no_size_is_taken_for_full_attention(window_tokens: int) -> 
     """Then a prefix counts only as far as all of its blocks are there."""
     rule = rule_of("sliding_window", window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=Geometry())
     assert rule == Rule(Kind.DENSE, 1)
+
+
+@pytest.mark.parametrize(
+    ("segment_tokens", "kept"),
+    [(0, [6, 7]), (1, list(range(12))), (64, list(range(12))), (128, [2, 3, 6, 7, 10, 11]), (256, [6, 7])],
+)
+def test_windows_keep_the_ends_of_segments_too(segment_tokens: int, kept: list[int]) -> None:
+    """``SlidingWindowManager.reachable_block_mask`` of vLLM 0.32 by hand: two blocks of 32 before each place."""
+    rule = rule_of("sliding_window", window_tokens=65, block_tokens=32, unit_tokens=32, geometry=Geometry())
+
+    assert list(rule.kept(0, 12, ends={8}, segment_tokens=segment_tokens)) == kept
+
+
+def test_state_is_kept_once_a_segment() -> None:
+    """``MambaManager.reachable_block_mask``: the block that ends with the segment."""
+    rule = rule_of("mamba", window_tokens=None, block_tokens=96, unit_tokens=32, geometry=Geometry())
+
+    assert list(rule.kept(0, 18, ends={15}, segment_tokens=192)) == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"), [("0", 0), ("256", 256), (256, 256), ("None", 1), (None, None), ("x", None), (-1, None)]
+)
+def test_what_is_retained_is_told_by_vllms_setting(told: object, tokens: int | None) -> None:
+    """None is dense there, which is a segment of any one token; a label that is missing tells nothing."""
+    assert retention_of(told) == tokens
