@@ -124,6 +124,7 @@ class DataPlane:
         self._clients: set[ClientConnection] = set()
         self._turned_away: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
+        self._listening: list[int] = []
         self._draining = self._retired = False
         self._empty: asyncio.Event | None = None
         # Ids say no more than that they differ, from those of other routers too.
@@ -136,8 +137,10 @@ class DataPlane:
         self._server = await loop.create_server(
             partial(self._open, self._tls), self.settings.host, self.settings.port, backlog=_BACKLOG
         )
-        # Not a tuple, as is declared: uvloop's is a list.
-        port: int = cast("Any", self._server).sockets[0].getsockname()[1]
+        # Not a tuple, as is declared: uvloop's is a list, and what is compiled would take it for what is declared.
+        sockets = list(cast("Any", self._server).sockets)
+        self._listening = [listening.fileno() for listening in sockets]
+        port: int = sockets[0].getsockname()[1]
         return port
 
     def _open(self, tls: ssl.SSLContext | None) -> asyncio.Protocol:
@@ -181,7 +184,7 @@ class DataPlane:
         """Take in whoever the system has connected already, whom the end of the listener would cut off."""
         if self._server is None:
             return
-        connected = [each for listening in self._server.sockets for each in accept_all(listening.fileno())]
+        connected = [each for listening in self._listening for each in accept_all(listening)]
         self._server.close()
         loop = asyncio.get_running_loop()
         for each in connected:
