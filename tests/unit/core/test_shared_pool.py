@@ -90,6 +90,30 @@ def test_a_first_token_does_not_mean_that_all_was_found_where_a_window_lacks_blo
     assert asked not in pool.pending
 
 
+def test_a_first_token_does_not_mean_that_what_was_there_was_found(pool: SharedPool) -> None:
+    """It comes before the events of the step: by them a prompt before this one took two of its blocks."""
+    keys = [1, 2, 3, 4]
+    stored(pool, keys, 0, window=(1, 2, 3, 4))
+    asked = sent(pool, keys)
+    asked.begun()
+    assert not pool.queue.pins
+    pool.removed([4], copies=4)
+    pool.removed([3], copies=3)
+    stored(pool, keys, 2, window=(3, 4))
+    assert (asked.heard, pool.queue.nameless) == (4, 0)
+
+
+def test_of_who_found_all_the_answers_first_block_tells(pool: SharedPool) -> None:
+    """No event of its prompt ever comes: with the first of its answer it holds what it had found."""
+    keys = [1, 2, 3]
+    stored(pool, keys, 0, window=(2, 3))
+    asked = sent(pool, keys)
+    asked.begun()
+    stored(pool, [*keys, 9], 3, window=(9,))
+    assert (asked in pool.pending, asked.heard) == (False, 4)
+    assert 1 in pool.queue.pins
+
+
 def test_a_prompt_that_ends_with_a_block_begins_none(pool: SharedPool) -> None:
     """Nine blocks in each group leave two of twenty, and with a tenth in each none: the third prompt's are given up."""
     kept = [101]
