@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from engine_shim.runner.sim_runner import AnswerLength, SimRunner, StepTimes
@@ -122,23 +119,3 @@ def test_nonsense_is_refused() -> None:
         AnswerLength(mean_tokens=0, eos_token_id=2)
     with pytest.raises(ValueError, match="token_ids"):
         SimRunner(StepTimes(1.0, 1.0), token_ids=[])
-
-
-def test_no_torch_is_needed() -> None:
-    """The sim runner, the tokenizer and the cache layout work where torch cannot be imported."""
-    program = """
-import sys
-sys.modules["torch"] = None
-from engine_shim.model.loading import layout_for, load_decoder
-from engine_shim.model.tokenizer import MissingExtraError, read_card
-from engine_shim.runner.sim_runner import SimRunner
-card = read_card("needle")
-assert layout_for(card.config, page_tokens=16, pool_tokens=1024).window is not None
-try:
-    load_decoder(card)
-except MissingExtraError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "homing[engine]" in done.stdout
