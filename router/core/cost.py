@@ -2,8 +2,9 @@
 
     price = wait + work + decode + evict + move
 
-- wait: prefill already queued there, and some for what was sent there in the last minutes, in proportion to the work
-  that this request brings: a conversation that starts cold stays, and its turns will wait where ranks are busy;
+- wait: prefill already queued there, and some for what was sent there in the last minutes, or in the last quarter of an
+  hour where that was more, in proportion to the work that this request brings: a conversation that starts cold stays,
+  and its turns will wait where ranks are busy;
 - work: prefill of what the rank does not hold, and loading of what lies in a lower tier there;
 - decode: how much the requests decoding there slow this one, and it them;
 - evict: the recomputation this request's blocks will cause by pushing others out;
@@ -38,7 +39,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.core.load import RECENT_HALF_LIFE_SECONDS, recent_seconds, wait_seconds
+from router.core.load import (
+    LASTING_HALF_LIFE_SECONDS,
+    RECENT_HALF_LIFE_SECONDS,
+    lasting_seconds,
+    recent_seconds,
+    wait_seconds,
+)
 from router.core.pace import prefill_seconds
 from router.core.types import Price, RankView, RouteRequest
 
@@ -60,7 +67,8 @@ _SHARED_CREDIT_RATIO = 1.0 / (1.0 + _FOLLOWERS)
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
-_BUSY_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
+_RECENT_SCALE = math.log(2.0) / RECENT_HALF_LIFE_SECONDS
+_LASTING_SCALE = math.log(2.0) / LASTING_HALF_LIFE_SECONDS
 #: Ranks are never taken to be busier than this, or nothing would ever move.
 _LARGEST_BUSY_RATIO = 0.98
 
@@ -120,20 +128,16 @@ def prices(
     prompt_tokens = request.prompt_tokens
     reusable = request.reusable_tokens
     held = [int(reusable.get(rank.slot, 0) * rank.trust.ratio) for rank in ranks]
-    busy = [
-        _BUSY_SCALE * rank.pace.factor * recent_seconds(rank.load, now=now) if rank.load.recent_seconds else 0.0
-        for rank in ranks
-    ]
     leave_seconds = 0.0
     if home is not None:
-        others = [number for number, rank in enumerate(ranks) if rank.slot != home.slot]
-        mean_busy = sum([min(_LARGEST_BUSY_RATIO, busy[number]) for number in others]) / max(1, len(others))
+        others = [rank for rank in ranks if rank.slot != home.slot]
+        mean_busy = sum([_busy_ratio(rank, now=now) for rank in others]) / max(1, len(others))
         queue_ratio = mean_busy / (1.0 - mean_busy)
-        mean_waiting = sum([ranks[number].load.waiting for number in others]) / max(1, len(others))
+        mean_waiting = sum([rank.load.waiting for rank in others]) / max(1, len(others))
         delay = queue_ratio * mean_waiting
         factor = delay + request.return_ratio * (parameters.move_weight + queue_ratio - delay)
         leave_seconds = _leave_seconds(home, request, held_by_all=min(held), factor=factor)
-        others_factor = sum([ranks[number].pace.factor for number in others]) / max(1, len(others))
+        others_factor = sum([rank.pace.factor for rank in others]) / max(1, len(others))
         leave_seconds *= min(1.0, others_factor / home.pace.factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
@@ -150,7 +154,7 @@ def prices(
     is_loadable, output_tokens = bool(request.loadable_tokens), request.output_tokens
     new = tuple.__new__  # a named tuple's own is a call into Python
     found: list[Price] = []
-    for rank, held_tokens, busy_ratio in zip(ranks, held, busy, strict=True):
+    for rank, held_tokens in zip(ranks, held, strict=True):
         slot, load, pace = rank.slot, rank.load, rank.pace
         factor = pace.factor
         uncached_tokens = prompt_tokens - held_tokens
@@ -173,6 +177,10 @@ def prices(
         else:
             move_seconds = 0.0 if slot == home.slot else leave_seconds
         queued_seconds = wait_seconds(load, pace, now=now) if load.waiting else 0.0
+        busy_ratio = 0.0
+        if load.recent_seconds:
+            recently, for_long = recent_seconds(load, now=now), lasting_seconds(load, now=now)
+            busy_ratio = factor * max(_RECENT_SCALE * recently, _LASTING_SCALE * for_long)
         step_seconds = pace.decode_request_seconds * load.inflight + pace.decode_token_seconds * load.inflight_tokens
         evict_seconds = 0.0
         if pool_tokens := rank.pool_tokens:
@@ -196,6 +204,13 @@ def prices(
             )
         )
     return found
+
+
+def _busy_ratio(rank: RankView, *, now: float) -> float:
+    """The share of its time for which what was sent lately keeps the rank busy."""
+    if not rank.load.recent_seconds:
+        return 0.0
+    return min(_LARGEST_BUSY_RATIO, _RECENT_SCALE * rank.pace.factor * recent_seconds(rank.load, now=now))
 
 
 def _leave_seconds(home: RankView, request: RouteRequest, *, held_by_all: int, factor: float) -> float:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from router.core.types import RankLoad, RankPace
 
-#: Half-life of the memory of prefill work sent, by which sequential traffic and cold conversations are spread: some
-#: minutes, since a conversation keeps its rank busy every minute or so.
+#: Half-lives of the memory of prefill work sent. By the shorter one a fleet is known to be busy: backlogs come within
+#: minutes. By both cold conversations are spread: they stay, and keep their ranks busy every minute or so, or after a
+#: pause of several.
 RECENT_HALF_LIFE_SECONDS = 180.0
+LASTING_HALF_LIFE_SECONDS = 900.0
 #: A worker with a prompt in hand may be silent for so long, whatever is expected of it.
 _SILENT_SECONDS = 10.0
 
@@ -136,6 +138,7 @@ class LoadBook:
         load.waiting_tokens += prefill_tokens
         load.waiting_seconds += seconds
         load.recent_seconds = recent_seconds(load, now=now) + seconds
+        load.lasting_seconds = lasting_seconds(load, now=now) + seconds
         load.recent_at = now
         queue[claim] = None
         if claim.joint is not None:
@@ -193,7 +196,8 @@ def _first(claim: Claim) -> bool:
 def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None:
     """Make ``total`` several routers' work on one rank, as one queue: the prompt it works on is the one begun last."""
     total.inflight = total.inflight_tokens = total.waiting = total.waiting_tokens = 0
-    total.waiting_seconds = total.serving_since = total.serving_seconds = total.recent_seconds = 0.0
+    total.waiting_seconds = total.serving_since = total.serving_seconds = 0.0
+    total.recent_seconds = total.lasting_seconds = 0.0
     total.charged_tokens = 0
     total.recent_at = now
     begun_last = -math.inf
@@ -207,6 +211,7 @@ def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None
         if part.waiting and part.serving_since > begun_last:
             begun_last, total.serving_seconds = part.serving_since, part.serving_seconds
         total.recent_seconds += recent_seconds(part, now=now)
+        total.lasting_seconds += lasting_seconds(part, now=now)
         total.charged_tokens += part.charged_tokens
 
 
@@ -236,3 +241,10 @@ def recent_seconds(load: RankLoad, *, now: float) -> float:
     if not load.recent_seconds:
         return 0.0
     return load.recent_seconds * math.exp2(-(now - load.recent_at) / RECENT_HALF_LIFE_SECONDS)
+
+
+def lasting_seconds(load: RankLoad, *, now: float) -> float:
+    """The same with the longer memory."""
+    if not load.lasting_seconds:
+        return 0.0
+    return load.lasting_seconds * math.exp2(-(now - load.recent_at) / LASTING_HALF_LIFE_SECONDS)

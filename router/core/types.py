@@ -113,9 +113,10 @@ class SessionKey(NamedTuple):
 class RankLoad:
     """What the router itself has sent to a rank and not seen finished. Written by ``LoadBook`` alone.
 
-    ``waiting_seconds`` and ``recent_seconds`` are of the speed that the rank was first taken to have. Times its pace's
-    ``factor`` they are what that work takes as far as is known now: the first estimates may be many times off, and
-    what was sent by them still waits when it is known better. ``charged_tokens`` are the contexts that other routers
+    All seconds of work are of the speed that the rank was first taken to have. Times its pace's ``factor`` they are
+    what that work takes as far as is known now: the first estimates may be many times off, and what was sent by them
+    still waits when it is known better. ``recent_seconds`` and ``lasting_seconds`` are the prefill of all that was
+    sent, fading within minutes (``load``), as of ``recent_at``. ``charged_tokens`` are the contexts that other routers
     have admitted to the rank; this one's own are in the books of its admission.
     """
 
@@ -126,6 +127,7 @@ class RankLoad:
     waiting_tokens: int = 0
     serving_since: float = 0.0
     recent_seconds: float = 0.0
+    lasting_seconds: float = 0.0
     recent_at: float = 0.0
     charged_tokens: int = 0
     #: Of ``waiting_seconds``, those of the prompt that the rank works on since ``serving_since``.

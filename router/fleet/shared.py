@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from router.core.load import add_loads, recent_seconds
+from router.core.load import add_loads, lasting_seconds, recent_seconds
 from router.core.returns import Conversation
 from router.core.types import RankId, RankLoad, SessionKey
 from router.wire.redis import Charged, RankWork
@@ -314,11 +314,12 @@ def tell_loads(
             waiting_seconds=max(0.0, load.waiting_seconds),
             served_seconds=now - load.serving_since,
             serving_seconds=load.serving_seconds,
-            recent_seconds=recent,
+            recent_seconds=recent_seconds(load, now=now),
+            lasting_seconds=lasting,
             charged_tokens=charged_tokens.get(rank, 0),
         )
         for rank, load in loads
-        if (recent := recent_seconds(load, now=now)) > _FAINT_SECONDS or load.inflight or charged_tokens.get(rank)
+        if (lasting := lasting_seconds(load, now=now)) > _FAINT_SECONDS or load.inflight or charged_tokens.get(rank)
     ]
 
 
@@ -334,6 +335,7 @@ def hear_loads(works: Iterable[RankWork], *, now: float) -> dict[RankId, RankLoa
             serving_since=now - work.served_seconds,
             serving_seconds=work.serving_seconds,
             recent_seconds=work.recent_seconds,
+            lasting_seconds=work.lasting_seconds,
             recent_at=now,
             charged_tokens=work.charged_tokens,
         )

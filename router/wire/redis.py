@@ -192,8 +192,8 @@ def read_workers(reply: Sequence[bytes]) -> dict[str, WorkerEntry]:
 class RankWork(msgspec.Struct, frozen=True, array_like=True):
     """What one replica has sent to one rank and not seen finished; fields as in ``core.types.RankLoad``.
 
-    ``served_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` is faded to now;
-    ``charged_tokens`` are those of the contexts that the replica has admitted to the rank.
+    ``served_seconds`` ago the rank began with the prompt it works on; ``recent_seconds`` and ``lasting_seconds`` are
+    faded to now; ``charged_tokens`` are those of the contexts that the replica has admitted to the rank.
     """
 
     worker: str
@@ -207,6 +207,7 @@ class RankWork(msgspec.Struct, frozen=True, array_like=True):
     recent_seconds: Seconds
     charged_tokens: Count = 0
     serving_seconds: Seconds = 0.0
+    lasting_seconds: Seconds = 0.0
 
 
 class Charged(msgspec.Struct, frozen=True, array_like=True):

@@ -179,7 +179,7 @@ async def test_load_is_that_of_all_replicas(server: RedisServer, client: Redis) 
             load = b.fleet.view.ranks[1].load
             assert (load.inflight_tokens, load.waiting, load.waiting_tokens) == (1500, 3, 1200)
             assert load.waiting_seconds == pytest.approx(6.0)
-            assert load.recent_seconds == pytest.approx(6.0, rel=0.1)
+            assert (load.recent_seconds, load.lasting_seconds) == pytest.approx((6.0, 6.0), rel=0.1)
             assert b.fleet.member(1).load.inflight == 0
             b.fleet.loads.open(1, prompt_tokens=10, prefill_tokens=10, seconds=0.1, now=time.monotonic())
             assert b.inflight() == [0, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from router.core.load import RECENT_HALF_LIFE_SECONDS, Claim, LoadBook, explains_silence, recent_seconds, wait_seconds
+from router.core.load import (
+    LASTING_HALF_LIFE_SECONDS,
+    RECENT_HALF_LIFE_SECONDS,
+    Claim,
+    LoadBook,
+    explains_silence,
+    lasting_seconds,
+    recent_seconds,
+    wait_seconds,
+)
 from router.core.pace import prior
 
 SLOTS = (0, 1, 2)
@@ -192,14 +202,18 @@ def test_what_was_sent_on_a_wrong_guess_is_counted_as_what_is_known_now() -> Non
     assert explains_silence(book.load(0), pace, now=409.0)
 
 
-def test_recent_work_halves_in_its_half_life() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "half_life_seconds"),
+    [(recent_seconds, RECENT_HALF_LIFE_SECONDS), (lasting_seconds, LASTING_HALF_LIFE_SECONDS)],
+)
+def test_work_that_was_sent_halves_in_a_half_life(seconds: Callable[..., float], half_life_seconds: float) -> None:
     """8 s of work: 4 after one half-life, and 4 + 8 once the same again is sent."""
     book = LoadBook()
     claim(book, now=0.0, seconds=8.0)
-    assert recent_seconds(book.load(0), now=RECENT_HALF_LIFE_SECONDS) == pytest.approx(4.0)
+    assert seconds(book.load(0), now=half_life_seconds) == pytest.approx(4.0)
 
-    claim(book, now=RECENT_HALF_LIFE_SECONDS, seconds=8.0)
-    assert recent_seconds(book.load(0), now=RECENT_HALF_LIFE_SECONDS) == pytest.approx(12.0)
+    claim(book, now=half_life_seconds, seconds=8.0)
+    assert seconds(book.load(0), now=half_life_seconds) == pytest.approx(12.0)
 
 
 @pytest.mark.parametrize("began", [False, True])

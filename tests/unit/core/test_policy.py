@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.cost import CostParameters, price, prices
-from router.core.load import LoadBook
+from router.core.load import LoadBook, recent_seconds
 from router.core.pace import prefill_seconds, prior
 from router.core.policy import Affinity, Policy, RoundRobin, SessionHash, least_loaded, make_policy
 from router.core.types import (
@@ -258,6 +258,20 @@ def test_sequential_cold_traffic_spreads_though_nothing_is_in_flight() -> None:
         fleet.book.close(claim, now=number + 0.5)
 
     assert all(9 <= count <= 11 for count in served.values())
+
+
+def test_who_begins_avoids_a_rank_whose_conversations_pause() -> None:
+    """Rank 0 was sent 8 s of work a minute for ten minutes, then nothing for ten; rank 1 12 s in all, five minutes ago.
+    By the shorter memory rank 0 is the quieter one."""
+    fleet = Fleet(2)
+    for slot, seconds, times in ((0, 8.0, range(0, 600, 60)), (1, 12.0, range(900, 901))):
+        for now in times:
+            sent = fleet.book.open(slot, prompt_tokens=1000, prefill_tokens=1000, seconds=seconds, now=float(now))
+            fleet.book.close(sent, now=now + seconds)
+
+    paused, quiet = (recent_seconds(rank.load, now=1200.0) for rank in fleet.ranks)
+    assert paused < quiet
+    assert decide(AFFINITY, fleet, request(), now=1200.0)[0] == 1
 
 
 def test_a_distrusted_prediction_counts_for_less() -> None:

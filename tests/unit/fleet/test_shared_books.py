@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from router.core.load import LoadBook, recent_seconds, wait_seconds
+from router.core.load import LoadBook, lasting_seconds, recent_seconds, wait_seconds
 from router.core.pace import prior
 from router.core.types import Engine, RankId, RankLoad, SessionKey
 from router.fleet.fleet import Fleet
@@ -218,14 +218,15 @@ def test_prices_see_own_and_other_work_as_one_queue() -> None:
     total, own = loads.total(0), loads.load(0)
     claim = loads.open(0, prompt_tokens=100, prefill_tokens=80, seconds=2.0, now=10.0)
     assert (total.inflight, total.waiting_tokens) == (1, 80)
-    elsewhere = RankLoad(
-        3, 300, 1, 3.0, 60, serving_since=10.5, serving_seconds=3.0, recent_seconds=4.0, recent_at=10.5
-    )
+    elsewhere = RankLoad(3, 300, 1, 3.0, 60, serving_since=10.5, serving_seconds=3.0, recent_at=10.5)
+    elsewhere.recent_seconds, elsewhere.lasting_seconds = 4.0, 6.0
     loads.set_elsewhere(0, elsewhere, now=10.5)
     assert (total.inflight, total.inflight_tokens, total.waiting, total.waiting_tokens) == (4, 400, 2, 140)
     assert wait_seconds(total, prior(1000), now=11.0) == pytest.approx(4.5)
     expected = 2.0 * math.exp2(-10.0 / 180.0) + 4.0 * math.exp2(-9.5 / 180.0)
     assert recent_seconds(total, now=20.0) == pytest.approx(expected)
+    expected = 2.0 * math.exp2(-10.0 / 900.0) + 6.0 * math.exp2(-9.5 / 900.0)
+    assert lasting_seconds(total, now=20.0) == pytest.approx(expected)
     assert own.inflight == 1
     assert loads.first_byte(claim, now=11.5) == pytest.approx(1.0), "the rank turned to it at 10.5"
     assert total.waiting == 1
