@@ -20,12 +20,17 @@ _MANY_ROWS = 256
 def blocked(weight: Tensor) -> Tensor:
     """The matrix ``[out, in]`` as ``linear`` wants it here: blocked, or as it was.
 
-    A blocked one has a shape and a type, and is good for ``linear`` alone.
+    A blocked one has a shape and a type, and is good for ``linear`` and ``plain`` alone.
     """
     if weight.numel() < _LARGE or not _is_for_onednn(weight):
         return weight
     reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return reordered
+
+
+def plain(weight: Tensor) -> Tensor:
+    """The matrix as it was before ``blocked``, to the last bit; a copy where it has been blocked."""
+    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from engine_shim.model.decoder import Decoder
+from engine_shim.model.linear import plain
 from engine_shim.offload.disk import FINGERPRINT_BYTES
 from engine_shim.types import CacheLayout
 
@@ -21,14 +22,14 @@ _CONTENTS_VERSION = 1
 def fingerprint(decoder: Decoder, layout: CacheLayout, *, contents: str) -> bytes:
     """The same for two ranks if, and only if, a page of one is of use to the other. Reads every weight once.
 
-    ``contents`` names what pages are made of (``TensorPages``).
+    ``contents`` names what pages are made of (``TensorPages``). How matrices are laid out says nothing.
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
     for part in (_CONTENTS_VERSION, decoder.config, decoder.dtype, layout.page_tokens, layout.groups, contents):
         digest.update(repr(part).encode())
     for tensor in _tensors(decoder.weights):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        data = plain(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy()
         digest.update(xxhash.xxh3_128_digest(data.data))
     return digest.digest()
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from engine_shim.model.decoder import _gelu
-from engine_shim.model.linear import blocked, linear
+from engine_shim.model.linear import blocked, linear, plain
 from engine_shim.model.norm import RmsNorm, normed
 
 
@@ -31,6 +31,13 @@ def test_linear(rows: int, shape: tuple[int, int]) -> None:
     for each in (None, bias):
         expected = F.linear(x.double(), weight.double(), None if each is None else each.double())
         torch.testing.assert_close(linear(x, blocked(weight), each), expected.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (512, 1024), (1030, 577), (3, 200_000)])
+def test_plain(shape: tuple[int, int]) -> None:
+    """A blocked matrix is given back as it was, whatever its sides are multiples of."""
+    weight = torch.randn(shape)
+    assert torch.equal(plain(blocked(weight)), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

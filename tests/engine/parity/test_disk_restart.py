@@ -10,13 +10,15 @@ import pytest
 import torch
 from offload_rank import OffloadRank
 from parity_rank import ParityRank
-from tiny_models import make_tiny_model
+from tiny_models import FAMILIES, make_tiny_model
 
 from engine_shim.cache.transfers import Place
+from engine_shim.model import linear
 from engine_shim.model.decoder import Decoder
 from engine_shim.model.loading import load_decoder
 from engine_shim.model.tokenizer import read_card
 from engine_shim.offload.disk import FINGERPRINT_BYTES
+from engine_shim.offload.identity import fingerprint
 from engine_shim.types import GroupKind
 from router.wire.kv_events import BlockStored, Event
 
@@ -125,6 +127,22 @@ def test_another_model_uses_nothing_of_it(
         asked(second, "again")
         agrees(second, other, "again")
     second.close()
+
+
+@pytest.mark.parametrize("every_family", sorted(FAMILIES))
+def test_blocked_matrices_are_the_same_model(
+    every_family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose matrices oneDNN has laid out takes the pages of one whose are plain, not those of other weights."""
+    prints = {}
+    for name, elements, seed in (("plain", 1 << 60, 0), ("blocked", 1, 0), ("other", 1, 1)):
+        monkeypatch.setattr(linear, "_LARGE", elements)
+        model = make_tiny_model(every_family, tmp_path / name, seed=seed)
+        decoder = load_decoder(read_card(str(model.folder)), dtype=torch.float32)
+        first = decoder.weights.layers[0]
+        assert first.qkv.is_mkldnn == first.output.is_mkldnn == decoder.weights.head.is_mkldnn == (name != "plain")
+        prints[name] = fingerprint(decoder, ParityRank(decoder).layout, contents="the same")
+    assert prints["plain"] == prints["blocked"] != prints["other"]
 
 
 def test_pages_that_spoilt_meanwhile_are_computed(decoder: Decoder, tmp_path: Path) -> None:
