@@ -45,6 +45,17 @@ def _check_tls(door: _WithTls) -> _WithTls:
     return door
 
 
+def _has_http_address(url: str) -> bool:
+    """Whether it begins with a scheme, a host and, where there is one, a port that can be connected to."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
+    is_written_together = not any(letter.isspace() for letter in url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_written_together
+
+
 class WorkerSpec(_Slice):
     """One worker as an operator names it. Only ``url`` is needed: the rest is asked of the worker."""
 
@@ -77,12 +88,11 @@ class WorkerSpec(_Slice):
     @field_validator("url")
     @classmethod
     def _plain_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _has_http_address(url):
             raise ValueError("a worker's URL looks like http://host:port")
+        parts = urlsplit(url)
         if parts.username or parts.query or parts.fragment:
             raise ValueError("a worker's URL holds no credentials, query or fragment")
-        _ = parts.port  # raises ValueError for a port that is no number
         return url.rstrip("/")
 
     @field_validator("kv_events", "kv_replay")
@@ -178,12 +188,19 @@ class AuthSettings(_Slice):
 class TracingSettings(_Slice):
     """OpenTelemetry spans."""
 
-    endpoint: Annotated[str | None, Field(pattern=r"^https?://[^\s]+$")] = Field(
+    endpoint: str | None = Field(
         None, description="Where spans go by OTLP over HTTP, such as http://collector:4318/v1/traces. Default: none."
     )
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="Share of requests traced, where the caller has not decided."
     )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_http(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _has_http_address(endpoint):
+            raise ValueError("it looks like http://collector:4318/v1/traces")
+        return endpoint
 
 
 class QueueSettings(_Slice):

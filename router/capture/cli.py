@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import ValidationError
 
 from router.capture.check import Report, check
 from router.capture.drive import Script, drive
@@ -20,6 +21,7 @@ from router.capture.passthrough import serve
 from router.capture.record import Tape, following
 from router.errors import CaptureError, WorkerError
 from router.fleet.worker_api import describe
+from router.plain_words import masked, what_is_allowed
 from router.settings import WorkerSpec
 
 _GEOMETRY = 'what no event says: {"attention_chunk_size": N, "eagle": true, "lora_modules": {"NAME": "PATH"}}'
@@ -126,25 +128,39 @@ def record_events(argv: Sequence[str]) -> int:
     parser.add_argument("--dp-size", type=int, metavar="N", help="ranks of the worker (default: asked)")
     parser.add_argument("--host", default="127.0.0.1", help="of the door (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8099, help="of the door (default: 8099)")
-    parser.add_argument("--geometry", type=json.loads, default={}, metavar="JSON", help=_GEOMETRY)
+    parser.add_argument("--geometry", type=_mapping, default={}, metavar="JSON", help=_GEOMETRY)
     parser.add_argument("--drive", action="store_true", help="run the scripted load")
     for name, default in asdict(script).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default, help=f"of the load (default: {default})")
     options = parser.parse_args(argv)
     script = Script(**{name: getattr(options, name) for name in asdict(script)})
+    told = {"url": options.worker, "kv_events": options.kv_events, "dp_size": options.dp_size}
     try:
-        asyncio.run(_record(options, script))
+        spec = WorkerSpec.model_validate(told)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        option = {"url": "--worker"}.get(name := str(wrong["loc"][0]), "--" + name.replace("_", "-"))
+        parser.error(f"bad value for {option}: {masked(repr(told[name]))}; {what_is_allowed(wrong)}")
+    try:
+        asyncio.run(_record(options, spec, script))
     except (WorkerError, OSError) as error:
         print(f"homing record-events: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _record(options: argparse.Namespace, script: Script) -> None:
-    spec = WorkerSpec.model_validate(
-        {"url": options.worker.rstrip("/"), "kv_events": options.kv_events, "dp_size": options.dp_size}
-    )
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("a JSON object is needed")
+    return value
+
+
+async def _record(options: argparse.Namespace, spec: WorkerSpec, script: Script) -> None:
     patience = httpx.Timeout(20.0 if options.drive else 3600.0)
     async with httpx.AsyncClient(timeout=patience, trust_env=False) as client:
         info = await describe(client, spec)
