@@ -130,7 +130,7 @@ class RadixPool(Pool):
         then and its answers had of their own. While it gives up what nobody knows it holds more than is known.
         """
         if keys and not self._is_known:
-            own = sum(row.own_pages(self._page_tokens) for row in self._rows().values())
+            own = sum(row.own_pages(self._page_tokens, ahead_tokens=0) for row in self._rows().values())
             self._blocks = max(self._blocks or 0, copies + own)
         super().removed(keys, copies=copies)
 
@@ -163,7 +163,9 @@ class RadixPool(Pool):
             own_pages += row.own_pages(self._page_tokens)
             due_tokens += row.reserved_tokens
         begun_pages = sum(each in self._running for each in self._unheard)  # counted with their prompts
-        room = max(0, self._blocks - copies - own_pages + begun_pages)
+        room = self._blocks - copies - own_pages + begun_pages  # fewer than none: answers have pushed some out
+        if not self._is_known:
+            room = max(0, room)
         reserved_tokens = want.prompt_tokens + want.reserved_tokens + math.ceil(due_tokens)
         reserved_tokens += sum(each.want.reserved_tokens for each in self._unheard.values())
         spare_pages = 2 * (len(self.pending) + len(self._running) + 1)

@@ -9,6 +9,9 @@ from router.core.forecast import Allocation
 
 #: The share of its bound that the engine expects an answer to take (``SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`` of 0.7).
 _EXPECTED_RATIO = 0.1
+#: Pages are taken for so many tokens more than have come: one that is being computed, and one that will be before a
+#: prompt that comes now is looked up (``Scheduler.event_loop_overlap``).
+_AHEAD_TOKENS = 2
 #: No answer is reserved more for (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
 _MOST_RESERVED_TOKENS = 4096
 
@@ -55,9 +58,12 @@ class Row:
     want: Want
     generated: int
 
-    def own_pages(self, page_tokens: int) -> int:
-        """Its pages behind those of its prompt that are whole."""
-        return max(1, -(-(self.want.prompt_tokens % page_tokens + self.generated) // page_tokens))
+    def own_pages(self, page_tokens: int, *, ahead_tokens: int = _AHEAD_TOKENS) -> int:
+        """Its pages behind those of its prompt that are whole. For the last token of an answer none is taken."""
+        tokens = self.generated + ahead_tokens
+        if ahead_tokens and self.want.is_whole and self.want.most_tokens:
+            tokens = min(tokens, self.want.most_tokens - 1)
+        return max(1, -(-(self.want.prompt_tokens % page_tokens + tokens) // page_tokens))
 
     @property
     def left_tokens(self) -> int:

@@ -60,6 +60,18 @@ def test_with_pages_of_one_token_room_is_made_exactly() -> None:
     assert kept(pool, "abc", copies=6) == 3
 
 
+def test_answers_push_out_what_they_need_before_the_next_prompt_is_looked_up() -> None:
+    """Six of twelve pages are cached beside a prompt's two. An answer of two tokens has four, with one that is being
+    computed and the next: all there is. With three one too many, so that the leaf used longest ago goes; with its bound
+    of four tokens it takes three pages, since nothing follows its last one.
+    """
+    for tokens, most_tokens, left in ((2, 0, 3), (3, 0, 0), (3, 4, 3)):
+        pool = pool_of(12, "abc", "xyz", page_tokens=1)
+        want = Want(2, most_tokens=most_tokens, is_whole=True)
+        pool.grows(running(pool, "uv", want=want), lambda tokens=tokens: tokens)  # type: ignore[misc]
+        assert kept(pool, "abc", copies=8) == left
+
+
 def test_a_node_that_is_cut_counts_as_used_in_both_its_parts() -> None:
     """A prompt that found its first page alone makes the node that it cut newer than another one."""
     pool = pool_of(8, "abc", "xyz")
