@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import ssl
 from enum import StrEnum
 from typing import Final
 
@@ -19,6 +21,9 @@ class Probe(StrEnum):
     ALIVE = "alive"
     SILENT = "silent"  # no answer in time: dead, or busy with a long step
     REFUSED = "refused"  # nothing listens, or the connection broke
+    UNRESOLVED = "unresolved"  # its name has no address
+    UNTRUSTED = "untrusted"  # its certificate is not accepted
+    NO_TLS = "no_tls"  # what listens there has no TLS that this side understands: most often it has none
     UNWELL = "unwell"  # it answers that it cannot serve
 
 
@@ -34,13 +39,26 @@ async def probe(client: httpx.AsyncClient, url: str, *, timeout_seconds: float) 
     """Ask for ``/health`` once."""
     try:
         response = await client.get(url + "/health", timeout=timeout_seconds)
-    except httpx.ConnectTimeout:
-        return Probe.REFUSED
-    except httpx.TimeoutException:
-        return Probe.SILENT
-    except httpx.HTTPError:
-        return Probe.REFUSED
+    except httpx.HTTPError as error:
+        return failure(error)
     return Probe.ALIVE if response.is_success else Probe.UNWELL
+
+
+def failure(error: BaseException) -> Probe:
+    """What a request that got no answer says of the worker: httpx keeps the cause behind its own errors."""
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return Probe.SILENT
+    cause: BaseException | None = error
+    while cause is not None:
+        match cause:
+            case socket.gaierror():
+                return Probe.UNRESOLVED
+            case ssl.SSLCertVerificationError():
+                return Probe.UNTRUSTED
+            case ssl.SSLError():
+                return Probe.NO_TLS
+        cause = cause.__cause__ or cause.__context__
+    return Probe.REFUSED
 
 
 async def until_due(doubted: asyncio.Event, *, interval_seconds: float) -> None:
@@ -67,5 +85,8 @@ def judge(seen: Probe, *, failed_before: int, failures_allowed: int, has_progres
 SENTENCES = {
     Probe.SILENT: "does not answer /health in time",
     Probe.REFUSED: "nothing listens at its address",
+    Probe.UNRESOLVED: "its name cannot be resolved",
+    Probe.UNTRUSTED: "its certificate is not accepted",
+    Probe.NO_TLS: "the TLS handshake failed; is it http?",
     Probe.UNWELL: "answers /health that it cannot serve",
 }

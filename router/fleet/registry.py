@@ -308,7 +308,7 @@ class Registry:
                 has_progress=self._hooks.has_progress(worker),
             )
             if verdict is Verdict.DOWN:
-                self._show(worker, RankStatus.DOWN, f"{worker.name} {SENTENCES[seen]}")
+                self._show(worker, RankStatus.DOWN, f"{worker.name}: {SENTENCES[seen]}")
             elif verdict is Verdict.UP and failed_before and not await self._is_back(worker):
                 return
 

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.core.usable import retention_of
 from router.errors import WireError, WorkerError
+from router.fleet.probes import Probe, failure
 from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
 from router.wire.kv_events import EventSource, Snapshot, decode_snapshot, decode_sources
@@ -203,13 +204,18 @@ async def _optional(answer: Awaitable[T]) -> T | None:
 
 
 def _sentence(url: str, error: Exception) -> str:
-    match error:
-        case httpx.ConnectTimeout() | httpx.ConnectError():
-            return f"nothing listens at {url}"
-        case httpx.TimeoutException():
+    match failure(error):
+        case Probe.SILENT:
             return f"{url} did not answer in time"
-        case _:
-            return f"{url} broke the connection: {type(error).__name__}"
+        case Probe.UNRESOLVED:
+            return f"the name in {url} cannot be resolved"
+        case Probe.UNTRUSTED:
+            return f"the certificate of {url} is not accepted"
+        case Probe.NO_TLS:
+            return f"the TLS handshake with {url} failed; is it http?"
+    if isinstance(error, (httpx.ConnectTimeout, httpx.ConnectError)):
+        return f"nothing listens at {url}"
+    return f"{url} broke the connection: {type(error).__name__}"
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import ssl
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,8 +14,10 @@ import pytest
 
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.errors import WorkerError
+from router.fleet.probes import Probe, probe
 from router.fleet.worker_api import describe, fetch_tokenizer, reset_cache
 from router.settings import WorkerSpec
+from tests.fakes.certificates import make_certificate
 from tests.fakes.control_worker import Answers, ControlWorker, as_json
 
 
@@ -160,6 +166,42 @@ async def test_nothing_listening_is_told_in_a_sentence() -> None:
     async with httpx.AsyncClient() as client:
         with pytest.raises(WorkerError, match=f"nothing listens at {url}"):
             await describe(client, WorkerSpec(url=url))
+
+
+async def test_http_where_https_was_said_is_told_in_a_sentence() -> None:
+    """It listens, but speaks without TLS; seen at the first look and by probes."""
+    async with ControlWorker({}) as worker, httpx.AsyncClient() as client:
+        url = worker.url.replace("http://", "https://")
+        with pytest.raises(WorkerError, match=f"^the TLS handshake with {url}/v1/models failed; is it http\\?$"):
+            await describe(client, WorkerSpec(url=url))
+        assert await probe(client, url, timeout_seconds=5) is Probe.NO_TLS
+
+
+async def test_a_certificate_of_nobody_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """It is not said that nothing listens, nor that there is no TLS."""
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, httpx.AsyncClient() as client:
+        with pytest.raises(WorkerError, match=f"^the certificate of {url}/v1/models is not accepted$"):
+            await describe(client, WorkerSpec(url=url))
+        assert await probe(client, url, timeout_seconds=5) is Probe.UNTRUSTED
+
+
+async def test_a_name_without_an_address_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system's resolver says it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    url = "http://worker.invalid:8000"
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(WorkerError, match=f"^the name in {url}/v1/models cannot be resolved$"):
+            await describe(client, WorkerSpec(url=url))
+        assert await probe(client, url, timeout_seconds=5) is Probe.UNRESOLVED
 
 
 async def test_a_tokenizer_is_fetched_where_it_is_offered() -> None:
