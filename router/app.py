@@ -255,8 +255,9 @@ class Router:
             except ConfigError as error:
                 complaints.append(str(error))
         for complaint in complaints:
-            self._log.error("not reloaded", cause=complaint)
-        self._log.info("reloaded", complaints=len(complaints))
+            self._log.error("not taken over: the old stays in force", cause=complaint)
+        if not complaints:
+            self._log.info("reloaded")
         return complaints
 
     async def _take_over(self, after: Settings) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from router.admin.explain import Explainer, explain_routes
 from router.admin.gate import HostGate, KeyGate, error_response
-from router.admin.reference import document, errors, reference_page
+from router.admin.reference import Complaints, document, errors, reference_page
 from router.admin.views import Json, fleet_view, sessions_view, worker_view, workers_view
 from router.core.keys import Keyring
 from router.errors import BadRequest, MethodNotAllowed, NotFound, RequestError, UpstreamFailed, WorkerError
@@ -132,9 +133,17 @@ def create_admin(
 
     if reload is not None:
 
-        @app.post("/admin/reload", summary="Take over keys, certificates, workers and policy as they are now.")
-        async def reload_all() -> Json:
-            return {"complaints": await reload()}
+        @app.post(
+            "/admin/reload",
+            summary="Take over keys, certificates, workers and policy as they are now; "
+            "409 with a sentence for each part that could not be: there the old stays in force.",
+            responses={409: {"model": Complaints, "description": HTTPStatus.CONFLICT.phrase}},
+        )
+        async def reload_all(response: Response) -> Complaints:
+            complaints = await reload()
+            if complaints:
+                response.status_code = HTTPStatus.CONFLICT
+            return Complaints(complaints=complaints)
 
     @app.get(
         "/admin/sessions",

@@ -33,6 +33,12 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class Complaints(BaseModel):
+    """What a reload could not take over, a sentence each."""
+
+    complaints: list[str]
+
+
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """A route's ``responses``: the errors it may answer with."""
     return {status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in statuses}

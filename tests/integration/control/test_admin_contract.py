@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import httpx
 import schemathesis
@@ -37,7 +38,12 @@ def make_app() -> FastAPI:
         clock=lambda: 0.0,
         wall_clock=lambda: 0.0,
     )
-    return create_admin(registry, fleet, metrics, policy=lambda: "affinity", version="0")
+    outcomes = itertools.cycle([[], ["server.port takes effect with a new process only"]])
+
+    async def reload() -> list[str]:
+        return next(outcomes)
+
+    return create_admin(registry, fleet, metrics, policy=lambda: "affinity", version="0", reload=reload)
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())

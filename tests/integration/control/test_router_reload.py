@@ -82,13 +82,15 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             assert (await admin.get("/admin/fleet")).json()["policy"] == "round_robin"
 
             config.write_text("workers: nonsense")
-            complaints = (await admin.post("/admin/reload")).json()["complaints"]
-            assert len(complaints) == 1
-            assert "workers" in complaints[0]
+            refused = await admin.post("/admin/reload")
+            assert refused.status_code == 409
+            (complaint,) = refused.json()["complaints"]
+            assert "workers" in complaint
             await _ready(admin, second, third)
 
             _write(config, third, policy="round_robin")
-            assert (await admin.post("/admin/reload")).json() == {"complaints": []}
+            taken = await admin.post("/admin/reload")
+            assert (taken.status_code, taken.json()) == (200, {"complaints": []})
             await _ready(admin, third)
 
             _write(config, first, policy="round_robin")  # every worker is another
@@ -114,6 +116,8 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             assert len(statuses) > 10
             assert set(statuses) == {200}
             assert sum(third.answered.values()) > 0
+            _, logged = await asyncio.to_thread(running.stop)
+            assert (logged.count("not taken over"), logged.count("reloaded")) == (1, 5)  # of six
 
 
 async def test_not_ready_first_then_no_more_then_the_end() -> None:
