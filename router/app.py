@@ -134,7 +134,7 @@ class Router:
         decisions = DecisionLog(on_close=sampled_log(log, ratio=settings.routing.log_decisions_ratio))
         brain = RouterBrain(fleet, settings=settings.routing, metrics=metrics, decisions=decisions)
         self._brain = brain
-        use_local(brain, settings.models)
+        use_local(brain, settings.models, log)
         for model in settings.models:
             fleet.set_geometry(model.name, Geometry(chunk_tokens=model.chunk_tokens, eagle=model.eagle))
         if settings.routing.worker_tokenize_seconds:

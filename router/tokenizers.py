@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from structlog.typing import FilteringBoundLogger
@@ -18,8 +18,13 @@ from router.proxy.brain import RouterBrain
 from router.proxy.tokenization import PromptTokenizer
 from router.settings import ModelSpec
 
+_NO_TEMPLATE: Final = (
+    "no chat template: chats are keyed by their text, so predicted hits are rough; it stands beside tokenizer.json "
+    "in chat_template.jinja or tokenizer_config.json"
+)
 
-def use_local(brain: RouterBrain, models: Sequence[ModelSpec]) -> None:
+
+def use_local(brain: RouterBrain, models: Sequence[ModelSpec], log: FilteringBoundLogger) -> None:
     """Load what the operator named. Raises ``ConfigError`` for files that are missing or damaged."""
     for model in models:
         for alias in model.aliases:
@@ -29,9 +34,12 @@ def use_local(brain: RouterBrain, models: Sequence[ModelSpec]) -> None:
         if model.tokenizer is not None:
             tokenizer_json, config = read_files(model.tokenizer)
             try:
-                brain.set_tokenizer(model.name, PromptTokenizer.from_files(tokenizer_json, config))
+                tokenizer = PromptTokenizer.from_files(tokenizer_json, config)
             except ConfigError as error:
                 raise ConfigError(f"the tokenizer of {model.name} at {model.tokenizer}: {error}") from error
+            brain.set_tokenizer(model.name, tokenizer)
+            if not tokenizer.has_template:
+                log.warning(_NO_TEMPLATE, models=[model.name], tokenizer=str(model.tokenizer))
 
 
 def read_files(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -73,4 +81,6 @@ async def learn_from_worker(
     tokenizer = await asyncio.to_thread(PromptTokenizer.from_files, *files)
     for model in unknown:
         brain.set_tokenizer(model, tokenizer)
+    if not tokenizer.has_template:
+        log.warning(_NO_TEMPLATE, models=unknown, worker=worker.name)
     log.info("tokenizer learned from worker", models=unknown, worker=worker.name)

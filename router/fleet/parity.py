@@ -63,7 +63,10 @@ class Checker:
         body = _chat(model, nonce, tokens=_PROBE_BLOCKS * (info.block_tokens or 64))
         tokens = self.encode(model, json.dumps(body).encode())
         if tokens is None:
-            return Parity(Standing.UNCHECKED, "the router has no tokenizer or chat template of the model")
+            return Parity(
+                Standing.UNCHECKED,
+                "the router has no tokenizer or chat template of the model: its chats are keyed by their text",
+            )
         if info.sources[rank] is None:
             return Parity(Standing.FAILED, "the rank publishes no cache events: start it with --kv-events-config")
         try:

@@ -167,7 +167,7 @@ class RouterBrain(Models):
         """How the prompt was recognised: a label of ``homing_prompts_total``."""
         if prepared.tokens is not None:
             return "tokens" if prepared.model in self._tokenizers else "worker"
-        return "text" if prepared.text_keys else "none"
+        return "none" if prepared.text_keys is None else "text"
 
     def _session(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> SessionKey | None:
         """Who asks; nobody in particular where nothing will be left in a cache to come home to."""

@@ -22,7 +22,7 @@ class Knowledge:
         reusable: dict[int, int] = {}
         if prepared.tokens is None:
             most = prepared.prompt_tokens - 1
-            for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys).items():
+            for slot, blocks in self._fleet.texts.blocks_sent(prepared.text_keys or ()).items():
                 reusable[slot] = min(most, text_bytes(blocks) // BYTES_A_TOKEN)
             if self._fleet.shared.is_shared:
                 for home, sent in self._sent_elsewhere(prepared):

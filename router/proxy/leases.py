@@ -92,7 +92,7 @@ class Leases:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
         if prepared.tokens is None:
-            fleet.texts.add(decision.slot, prepared.text_keys)
+            fleet.texts.add(decision.slot, prepared.text_keys or ())
             return lease
         lease.allocation = self._promises.sent(member, prepared)
         if not is_handed:

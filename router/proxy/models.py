@@ -203,8 +203,8 @@ class Models:
             raise TooLong
         return Prompt(tokens, {})
 
-    async def text_keys(self, request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
-        """The prompt's keys by its text alone."""
+    async def text_keys(self, request: InferenceRequest, *, model: str, seed: int) -> Sequence[int] | None:
+        """The prompt's keys by its text alone; None where there is no text to key."""
         keyed = partial(request_text_keys, request, model=model, seed=seed)
         return keyed() if is_light(request) else await self._lanes.run(keyed, is_long=not is_short(request))
 

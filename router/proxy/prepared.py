@@ -69,7 +69,8 @@ class PreparedRequest:
         self.plain_seed = plain_seed
         #: By which contracts the prompt and its answer may be computed on different ranks.
         self.handovers = handovers
-        self.text_keys: Sequence[int] = ()
+        #: None where no text is known; empty where it is shorter than a block.
+        self.text_keys: Sequence[int] | None = None
         self.tokenize_seconds = 0.0
         self.ideal_tokens = 0
         self.decided: Decided | None = None
@@ -115,17 +116,17 @@ def guessed_tokens(request: InferenceRequest) -> int:
     return max(1, len(request.body) // BYTES_A_TOKEN)
 
 
-def request_text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int]:
-    """Keys over the prompt's text; none where a prompt leaves nothing in a cache, or nests too deep for a text."""
+def request_text_keys(request: InferenceRequest, *, model: str, seed: int) -> Sequence[int] | None:
+    """Keys over the prompt's text; None where a prompt leaves nothing in a cache, or nests too deep for a text."""
     try:
         if request.chat is not None:
             text = chat_text(request.chat["messages"], tools=request.chat.get("tools"))
         elif request.prompt is not None:
             text = prompt_text(request.prompt)
         else:
-            return ()
+            return None
     except RecursionError:
-        return ()
+        return None
     return text_keys(text, parent=_text_seed(model, seed))
 
 

@@ -159,6 +159,11 @@ class PromptTokenizer:
         opening, self._closing = _added_around(tokenizer)
         self._texts = TokenCache(self._cutter, max_bytes=MAX_REMEMBERED_BYTES, opening=opening)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether chats can be tokenized, not only plain prompts."""
+        return self._template is not None
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for no text: a template's marks, the end of an answer."""

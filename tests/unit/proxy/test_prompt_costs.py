@@ -82,7 +82,7 @@ async def test_what_fits_nobody_costs_what_fits(name: str, text: str) -> None:
     asked = await world.prepare([{"role": "user", "content": text}], {"x-session-id": "s"})
 
     assert gated.chars <= SLICE_CHARS
-    assert (asked.tokens, asked.session, asked.prompt_tokens, asked.text_keys) == (None, None, 1, ())
+    assert (asked.tokens, asked.session, asked.prompt_tokens, asked.text_keys) == (None, None, 1, None)
 
 
 def test_a_prompt_a_little_too_long_is_left_where_it_gets_so() -> None:
