@@ -184,7 +184,8 @@ class DataPlane:
         """Take in whoever the system has connected already, whom the end of the listener would cut off."""
         if self._server is None:
             return
-        connected = [each for listening in self._listening for each in accept_all(listening)]
+        listening, self._listening = self._listening, []  # a second drain finds none
+        connected = [each for number in listening for each in accept_all(number)]
         self._server.close()
         loop = asyncio.get_running_loop()
         for each in connected:
