@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 
 import xxhash
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from structlog.typing import FilteringBoundLogger
 
 from router.admin.reference import errors
@@ -37,6 +37,13 @@ class Question(BaseModel):
     headers: dict[str, str] = Field(default_factory=dict, description="Headers that name the session.")
     endpoint: Endpoint = Field(default=Endpoint.CHAT, description="Which API the body is of.")
     tenant: str = "default"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wraps_the_body(cls, value: object) -> object:
+        if isinstance(value, dict) and "body" not in value and "model" in value:
+            raise ValueError('the request belongs under "body": {"body": {"model": ...}, "headers": {...}}')
+        return value
 
 
 def explain_routes(explainer: Explainer) -> APIRouter:

@@ -172,6 +172,25 @@ async def test_metrics_are_prometheus_text(plane: Plane) -> None:
     assert "homing_client_disconnects_total 2.0" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        (
+            {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+            'The body: the request belongs under "body": {"body": {"model": ...}, "headers": {...}}',
+        ),
+        ({"headers": {}}, "body: it is missing"),
+    ],
+)
+async def test_a_request_to_be_explained_belongs_under_body(
+    plane: Plane, question: dict[str, object], sentence: str
+) -> None:
+    """What a client would send to the data plane is told how to ask here."""
+    answer = await plane.http.post("/admin/explain", json=question)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == sentence
+
+
 async def test_the_console_page_needs_nothing_from_elsewhere(plane: Plane) -> None:
     """One page that loads no script, style, font or picture, and reads only paths the admin plane has."""
     page = (await plane.http.get("/")).text
