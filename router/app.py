@@ -121,6 +121,8 @@ class Router:
         self._reloading = asyncio.Lock()
         self._log = log
         self._access = Access(settings)
+        if self._access.worker_key is not None:
+            client.auth = self._access.worker_key
         self._tracing = make_tracing(settings.tracing, version=_version())
         prometheus = CollectorRegistry()
         ProcessCollector(registry=prometheus)
@@ -189,6 +191,7 @@ class Router:
             tls=self._access.data_tls.context if self._access.data_tls else None,
             tracing=self._tracing,
             queue_settings=settings.queue,
+            worker_key_line=self._access.worker_key.line if self._access.worker_key else None,
         )
         admin = create_admin(
             self._registry,

@@ -249,6 +249,11 @@ class UpstreamSettings(_Slice):
     retry_reserve: Annotated[int, Field(ge=0)] = Field(
         1000, description="Retries at hand after a quiet time: what one worker may have in hand when it dies."
     )
+    api_key_file: Path | None = Field(
+        None,
+        description="File with the key that workers ask for (vLLM's and SGLang's --api-key): shown to all of them, by "
+        "probes and by every request whose client's own authorization does not go on. Read again on SIGHUP.",
+    )
     forward_credentials: bool = Field(
         default=False, description="Send the client's authorization, cookie and API key headers on to workers."
     )

@@ -177,6 +177,8 @@ async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
         response = await client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise WorkerError(_sentence(url, error)) from error
+    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise WorkerError(f"{url} answered {response.status_code}: it asks for a key (upstream.api_key_file)")
     if response.status_code != httpx.codes.OK:
         raise WorkerError(f"{url} answered {response.status_code}")
     return response

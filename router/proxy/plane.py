@@ -8,6 +8,7 @@ import itertools
 import json
 import secrets
 import ssl
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, cast
@@ -89,8 +90,9 @@ class DataPlane:
         tls: ssl.SSLContext | None = None,
         tracing: Tracing | None = None,
         queue_settings: QueueSettings | None = None,
+        worker_key_line: Callable[[], bytes] | None = None,
     ) -> None:
-        """``keyring`` None: everybody may come in."""
+        """``keyring`` None: everybody may come in. ``worker_key_line`` is for where clients' own do not go on."""
         self.settings = server_settings
         self.known_heads: KnownHeads[RequestHead] = KnownHeads()
         self._keyring = keyring
@@ -109,15 +111,17 @@ class DataPlane:
             connections=lambda: len(self._clients),
         )
         self._pool = UpstreamPool(upstream_settings)
+        rules = names.ForwardingRules.of(
+            credentials=upstream_settings.forward_credentials,
+            forward=upstream_settings.forward_headers,
+            drop=upstream_settings.drop_headers,
+            traced=tracing is not None,
+        )
         self._arrivals = Arrivals(
             Forwarder(brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log),
             settings=queue_settings or QueueSettings(),
-            rules=names.ForwardingRules.of(
-                credentials=upstream_settings.forward_credentials,
-                forward=upstream_settings.forward_headers,
-                drop=upstream_settings.drop_headers,
-                traced=tracing is not None,
-            ),
+            rules=rules,
+            own_lines=None if rules.passes(names.AUTHORIZATION) else worker_key_line,
             log=log,
         )
         metrics.queued.set_function(lambda: self._arrivals.queued)

@@ -164,6 +164,10 @@ class ForwardingRules:
         allowed = frozenset(name.lower().encode() for name in forward)
         return cls(dropped, allowed | _ALWAYS_FORWARDED if allowed else None)
 
+    def passes(self, name: bytes) -> bool:
+        """Whether a client's header of this name goes on."""
+        return name not in self.dropped and (self.allowed is None or name in self.allowed)
+
     def request_lines(self, headers: Iterable[Header]) -> bytes:
         """What of a client's headers goes to a worker, as header lines."""
         if self.allowed is None:

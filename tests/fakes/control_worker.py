@@ -27,6 +27,8 @@ class ControlWorker:
         #: What is answered in another way to those who asked for another host.
         self.by_host: dict[str, Answers] = {}
         self.asked: list[str] = []
+        #: What it asks for under /v1, as vLLM and SGLang do with ``--api-key``.
+        self.key: str | None = None
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -64,7 +66,11 @@ class ControlWorker:
             self.asked.append(f"{method} {path}")
             host = re.search(r"\r\nhost: *([^:\r]*)", head, re.IGNORECASE)
             answers = self.answers | self.by_host.get(host[1] if host else "", {})
+            length = re.search(r"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+            await reader.readexactly(int(length[1]) if length else 0)
             answer = answers.get(path, (404, b""))
+            if path.startswith("/v1/") and self.key and f"\r\nauthorization: bearer {self.key}\r\n" not in head.lower():
+                answer = (401, b'{"error":"Unauthorized"}')
             if answer is None:
                 await reader.read()
             else:

@@ -168,6 +168,7 @@ async def rig(
     tls: ssl.SSLContext | None = None,
     tracing: Tracing | None = None,
     queue: QueueSettings | None = None,
+    worker_key_line: Callable[[], bytes] | None = None,
 ) -> AsyncIterator[Rig]:
     """A data plane before ``targets``. It must be quiet in the end, and leave no connection and no task."""
     before = asyncio.all_tasks()
@@ -185,6 +186,7 @@ async def rig(
         tls=tls,
         tracing=tracing,
         queue_settings=queue,
+        worker_key_line=worker_key_line,
     )
     port = await plane.start()
     try:
