@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from router.capture.format import Capture, Frame, Reset, Sent
 from router.capture.restarts import noticed_restarts
-from router.core.continuity import Continuity, advance
-from router.core.continuity_types import Apply, Clear, Damaged, Event, Load, Message, Restarted
+from router.core.continuity import advance
+from router.core.continuity_types import Apply, Clear, Continuity, Damaged, Event, Load, Message, Restarted
 from router.core.types import RankId, RankStatus
 from router.errors import NoWorker
 from router.fleet.fleet import Fleet

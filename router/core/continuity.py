@@ -8,6 +8,7 @@ Ways it breaks, and the way back:
 - **Gap.** Ask a replay from the missing message; live messages are held meanwhile and applied after it.
 - **Restart.** The numbers run backwards, or the epoch is another one: throw the picture away, begin anew.
 - **Damage.** A live message that cannot be read is asked for again like one that is missing.
+- **A tail that was lost**, with nothing behind it: a check asks. That it fails says nothing, so the picture stays.
 - **Late join, a replay that is damaged or does not reach back**: begin anew.
 
 To begin anew is to ask for a snapshot where the rank offers one, else for a replay from 0, else to apply what follows:
@@ -20,8 +21,7 @@ only if that message comes back with its epoch, or with the timestamp it had, is
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from router.core.continuity_types import (
     Action,
@@ -32,12 +32,15 @@ from router.core.continuity_types import (
     Cause,
     Check,
     Clear,
+    Continuity,
     Damaged,
     Discarded,
     Event,
+    Held,
     Joined,
     Load,
     Message,
+    Phase,
     ReplayDone,
     ReplayEnd,
     ReplayPart,
@@ -50,43 +53,6 @@ from router.wire.kv_events import EventBatch, Snapshot
 #: Live messages held during a replay or snapshot. More than this and the picture begins with what is held.
 HOLD_LIMIT = 4096
 _EPOCHS_REMEMBERED = 8
-
-
-class Phase(StrEnum):
-    """What the state machine waits for."""
-
-    LIVE = "live"  # the next message
-    REPLAYING = "replaying"  # the parts of a replay
-    SNAPSHOT = "snapshot"  # a snapshot
-
-
-# --- state ----------------------------------------------------------------------------------------
-
-
-Held = tuple[tuple[int, EventBatch], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Continuity:
-    """Where one rank's stream stands. ``expected`` is the next sequence number to apply; None: no picture yet."""
-
-    has_replay: bool
-    has_snapshot: bool
-    phase: Phase = Phase.LIVE
-    expected: int | None = None
-    live_next: int | None = None
-    epoch: str | None = None  # of the picture
-    seen_epochs: tuple[str, ...] = ()  # in the order in which they were first seen
-    asked_epochs: tuple[str, ...] = ()  # those seen when the open ask was made: its answer tells which one lives
-    past_epochs: tuple[str, ...] = ()
-    last_timestamp: float | None = None
-    ticket: int = 0
-    asked_next: int = 0  # messages below this had been published when the open replay was asked for
-    is_last_resort: bool = False  # the open replay is to fill an empty picture
-    is_verified: bool = True  # the open replay is known to come from the publisher of the picture
-    has_parts: bool = False  # the open replay has brought something
-    held: Held = ()  # by sequence, none below ``expected``
-
 
 Step = tuple[Continuity, list[Action]]
 
@@ -111,8 +77,7 @@ def advance(state: Continuity, event: Event) -> Step:
         case Joined():
             return _joined(state)
         case Check():
-            can_ask = state.phase is Phase.LIVE and state.has_replay and state.expected is not None
-            return _ask_replay(state, Cause.CHECK) if can_ask else (state, [])
+            return _check(state)
         case Restarted():
             return _begin_anew(state, Cause.RESTART, held=())
         case Discarded():
@@ -136,6 +101,8 @@ def _message(state: Continuity, event: Message) -> Step:
         return _begin_anew(state, Cause.RESTART, held=((sequence, batch),))
     if state.expected is not None and sequence < state.expected:
         return state, []  # a replay or snapshot brought it before
+    if state.checked is not None and sequence == state.expected and not state.held:  # what the check asks, this tells
+        state = replace(state, phase=Phase.LIVE, ticket=state.ticket + 1, is_verified=True, checked=None)
     state = _hold(state, sequence, batch)
     if state.phase is not Phase.LIVE:
         return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
@@ -182,6 +149,17 @@ def _joined(state: Continuity) -> Step:
     return _begin_anew(state, Cause.CHECK, held=())
 
 
+def _check(state: Continuity) -> Step:
+    if state.phase is not Phase.LIVE or not (state.has_replay or state.has_snapshot):
+        return state, []
+    if state.expected is None:  # what was asked for failed; by now it may be had
+        return _begin_anew(state, Cause.JOIN, held=())
+    if not state.has_replay:
+        return state, []
+    state, actions = _ask_replay(state, Cause.CHECK)
+    return replace(state, checked=state.expected), actions
+
+
 # --- replays --------------------------------------------------------------------------------------
 
 
@@ -196,6 +174,7 @@ def _ask_replay(state: Continuity, cause: Cause) -> Step:
         is_last_resort=state.expected is None,
         is_verified=not state.expected,
         has_parts=False,
+        checked=None,
         asked_epochs=state.seen_epochs,
     )
     return state, [AskReplay(start=start, ticket=state.ticket, cause=cause)]
@@ -230,9 +209,11 @@ def _replay_end(state: Continuity) -> Step:
         epoch = state.epoch or state.held[-1][1].epoch
         held = tuple(item for item in state.held if item[1].epoch == epoch)
         state = replace(state, expected=held[0][0] if state.has_parts else 0, epoch=epoch, held=held)
+    is_unchanged = state.checked is not None and state.checked == state.expected
     state, actions = _drain(state)
     if not state.held:
-        return _settle(state, [ReplayDone(ReplayResult.WHOLE), *actions])
+        result = ReplayResult.UNCHANGED if is_unchanged and not actions else ReplayResult.WHOLE
+        return _settle(state, [ReplayDone(result), *actions])
     assert state.expected is not None
     if state.expected < state.asked_next:  # it was there to be had, and did not come
         return _after([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
@@ -243,6 +224,9 @@ def _ask_failed(state: Continuity) -> Step:
     done: list[Action] = [ReplayDone(ReplayResult.FAILED)] if state.phase is Phase.REPLAYING else []
     if state.phase is Phase.SNAPSHOT and state.has_replay:
         return _ask_replay(replace(state, expected=None), Cause.SNAPSHOT)
+    if state.checked is not None:  # nothing shows that anything is missing, unless what came since does
+        state, actions = _settle(state, done)
+        return _after(actions, _ask_missing(state) if state.held else (state, []))
     if state.phase is Phase.REPLAYING and state.expected is None:
         return _settle(state, done)
     return _after(done, _give_up(state, Cause.REPLAY if done else Cause.SNAPSHOT))
@@ -296,7 +280,7 @@ def _confirm(state: Continuity, epoch: str) -> Continuity:
 def _begin_anew(state: Continuity, cause: Cause, *, held: Held) -> Step:
     """No picture. ``held`` is what is surely of this publisher and counts once the rest is here."""
     actions: list[Action] = [] if cause is Cause.JOIN else [Clear(cause)]
-    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True)
+    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True, checked=None)
     if held and held[0][0] == 0 and held[0][1].epoch is None:
         return _settle(state, actions)
     if state.has_snapshot:
@@ -344,8 +328,10 @@ def _damaged_on_the_way(state: Continuity, after: int | None) -> Step:
     state = replace(state, live_next=state.live_next if after is None else after)
     if is_restart or (state.expected is None and state.phase is Phase.LIVE):
         return _begin_anew(state, Cause.DAMAGE, held=())
-    if state.phase is not Phase.LIVE or (after is not None and state.expected is not None and after <= state.expected):
-        return state, []  # a replay has brought it; or, from the one that is open, what comes next will tell
+    if after is not None and state.expected is not None and after <= state.expected:
+        return state, []  # a replay has brought it
+    if state.phase is not Phase.LIVE:  # what comes of the open one will tell; it asks for what is missing now
+        return replace(state, checked=None), []
     state, actions = _ask_replay(state, Cause.DAMAGE)
     return replace(state, asked_next=max(state.asked_next, after or 0)), actions
 
@@ -379,7 +365,7 @@ def _drain(state: Continuity) -> Step:
 
 def _settle(state: Continuity, actions: list[Action]) -> Step:
     """Be live. Without a picture, begin with the last unbroken run of what is held: only that surely still holds."""
-    state = replace(state, phase=Phase.LIVE, is_verified=True)
+    state = replace(state, phase=Phase.LIVE, is_verified=True, checked=None)
     if state.expected is None and state.held:
         epoch = state.epoch or state.held[-1][1].epoch
         held = tuple(item for item in state.held if item[1].epoch == epoch)

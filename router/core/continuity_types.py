@@ -26,6 +26,7 @@ class ReplayResult(StrEnum):
     """How a replay ended. A label of ``homing_kv_event_replays_total``."""
 
     WHOLE = "whole"
+    UNCHANGED = "unchanged"  # a check: nothing had been missed
     INCOMPLETE = "incomplete"
     FAILED = "failed"
 
@@ -40,7 +41,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """It is time to ask whether the last message was lost, or the publisher replaced."""
+    """It is time to ask whether the last message was lost, the publisher replaced, or a picture can be had at last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +155,40 @@ class ReplayDone:
 
 
 Action = Apply | Load | Clear | AskReplay | AskSnapshot | ReplayDone
+
+
+# --- where a stream stands ------------------------------------------------------------------------
+
+
+class Phase(StrEnum):
+    """What the state machine waits for."""
+
+    LIVE = "live"  # the next message
+    REPLAYING = "replaying"  # the parts of a replay
+    SNAPSHOT = "snapshot"  # a snapshot
+
+
+Held = tuple[tuple[int, EventBatch], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuity:
+    """Where one rank's stream stands. ``expected`` is the next sequence number to apply; None: no picture yet."""
+
+    has_replay: bool
+    has_snapshot: bool
+    phase: Phase = Phase.LIVE
+    expected: int | None = None
+    live_next: int | None = None
+    epoch: str | None = None  # of the picture
+    seen_epochs: tuple[str, ...] = ()  # in the order in which they were first seen
+    asked_epochs: tuple[str, ...] = ()  # those seen when the open ask was made: its answer tells which one lives
+    past_epochs: tuple[str, ...] = ()
+    last_timestamp: float | None = None
+    ticket: int = 0
+    asked_next: int = 0  # messages below this had been published when the open replay was asked for
+    checked: int | None = None  # the open replay asks only whether there is anything from this number on
+    is_last_resort: bool = False  # the open replay is to fill an empty picture
+    is_verified: bool = True  # the open replay is known to come from the publisher of the picture
+    has_parts: bool = False  # the open replay has brought something
+    held: Held = ()  # by sequence, none below ``expected``

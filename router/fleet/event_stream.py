@@ -15,7 +15,7 @@ import zmq.asyncio
 from structlog.typing import FilteringBoundLogger
 from zmq.utils.monitor import recv_monitor_message
 
-from router.core.continuity import Continuity, Phase, advance
+from router.core.continuity import advance
 from router.core.continuity_types import (
     Apply,
     AskFailed,
@@ -24,12 +24,14 @@ from router.core.continuity_types import (
     Cause,
     Check,
     Clear,
+    Continuity,
     Damaged,
     Discarded,
     Event,
     Joined,
     Load,
     Message,
+    Phase,
     ReplayDone,
     ReplayEnd,
     ReplayPart,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.continuity import HOLD_LIMIT, Continuity, Phase, advance
+from router.core.continuity import HOLD_LIMIT, advance
 from router.core.continuity_types import (
     Action,
     Apply,
@@ -14,11 +14,13 @@ from router.core.continuity_types import (
     Cause,
     Check,
     Clear,
+    Continuity,
     Damaged,
     Event,
     Joined,
     Load,
     Message,
+    Phase,
     ReplayDone,
     ReplayEnd,
     ReplayPart,
@@ -257,3 +259,64 @@ def test_an_answer_to_an_older_question_is_ignored(late: Event) -> None:
     state, _ = feed(live(), Message(5, batch(5)), Message(0, batch(0, start=100)), Message(4, batch(4, start=100)))
     assert state.ticket == 2
     assert feed(state, late) == (state, [])
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_takes_nothing_away() -> None:
+    """Nothing shows that anything was missed, whether or not the replay can be had."""
+    state, actions = feed(live(), Check())
+    assert actions == [AskReplay(start=2, ticket=1, cause=Cause.CHECK)]
+    state, actions = feed(state, AskFailed(1))
+    assert actions == [ReplayDone(ReplayResult.FAILED)]
+    assert feed(state, Message(3, batch(3)))[1] == [Apply(batch(3))]
+
+
+def test_a_check_that_finds_nothing_says_so() -> None:
+    """Its one part is the last message that was applied."""
+    _, actions = feed(live(), Check(), ReplayPart(1, 2, batch(2)), ReplayEnd(1))
+    assert actions[1:] == [ReplayDone(ReplayResult.UNCHANGED)]
+    _, actions = feed(live(), Check(), ReplayPart(1, 2, batch(2)), ReplayPart(1, 3, batch(3)), ReplayEnd(1))
+    assert actions[1:] == [Apply(batch(3)), ReplayDone(ReplayResult.WHOLE)]
+
+
+def test_a_message_in_its_order_answers_an_open_check() -> None:
+    """It is applied at once, and what the replay brings after it is not looked at."""
+    state, actions = feed(live(), Check(), Message(3, batch(3)))
+    assert actions[1:] == [Apply(batch(3))]
+    assert feed(state, ReplayPart(1, 2, batch(2, start=100)), AskFailed(1)) == (state, [])
+
+
+def test_a_gap_seen_during_a_check_that_fails_is_asked_for() -> None:
+    """Now something is known to be missing; when that cannot be had either, what is held is all there is."""
+    state, actions = feed(live(), Check(), Message(5, batch(5)), AskFailed(1))
+    assert actions[1:] == [ReplayDone(ReplayResult.FAILED), AskReplay(start=2, ticket=2, cause=Cause.GAP)]
+    _, actions = feed(state, AskFailed(2))
+    assert actions == [ReplayDone(ReplayResult.FAILED), Clear(Cause.REPLAY), Apply(batch(5))]
+
+
+def test_damage_seen_during_a_check_that_fails_costs_the_picture() -> None:
+    """What the damaged message said is not known."""
+    _, actions = feed(live(), Check(), Damaged(3), AskFailed(1))
+    assert actions[1:] == [ReplayDone(ReplayResult.FAILED), Clear(Cause.REPLAY)]
+
+
+def test_a_new_connection_whose_replay_fails_costs_the_picture() -> None:
+    """Another process may be behind it, or messages have been lost with the old one."""
+    _, actions = feed(live(), Joined(), AskFailed(1))
+    assert actions[1:] == [ReplayDone(ReplayResult.FAILED), Clear(Cause.REPLAY)]
+
+
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_a_check_of_an_empty_picture_asks_for_all_of_it(has_snapshot: bool) -> None:
+    """The publisher paused when it was asked, and is idle since."""
+    state = Continuity(has_replay=not has_snapshot, has_snapshot=has_snapshot)
+    state, _ = feed(state, Joined(), AskFailed(1))
+    state, actions = feed(state, Check())
+    if has_snapshot:
+        assert actions == [AskSnapshot(ticket=2, cause=Cause.JOIN)]
+    else:
+        assert actions == [AskReplay(start=0, ticket=2, cause=Cause.JOIN)]
+        _, actions = feed(state, *(ReplayPart(2, n, batch(n)) for n in range(2)), ReplayEnd(2))
+        assert actions == [Apply(batch(0)), Apply(batch(1)), ReplayDone(ReplayResult.WHOLE)]

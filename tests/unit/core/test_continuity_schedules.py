@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.core.continuity import Continuity, advance
+from router.core.continuity import advance
 from router.core.continuity_types import (
     Apply,
     AskFailed,
@@ -16,6 +16,7 @@ from router.core.continuity_types import (
     AskSnapshot,
     Check,
     Clear,
+    Continuity,
     Damaged,
     Event,
     Joined,
