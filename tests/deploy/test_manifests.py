@@ -150,6 +150,19 @@ def test_kubernetes_config_map_holds_settings_that_the_router_knows(
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(settings.admin.port)
 
 
+def test_kubernetes_router_has_tokenizers(kubernetes: dict[str, Manifest], pod_settings: Settings) -> None:
+    """Every model's tokenizer lies on a volume that is mounted and there: else the router would key prompts by text."""
+    pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
+    mounts = {Path(mount["mountPath"]): mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == set(mounts.values())
+    assert pod_settings.models
+    for model in pod_settings.models:
+        assert model.tokenizer is not None
+        (mount,) = mounts.keys() & set(model.tokenizer.parents)
+        assert "persistentVolumeClaim" in volumes[mounts[mount]]
+
+
 def test_kubernetes_gives_a_drain_the_time_it_takes(kubernetes: dict[str, Manifest], pod_settings: Settings) -> None:
     """The grace period exceeds the preStop sleep and the drain together: no stream is killed that the drain allows."""
     pod = kubernetes["Deployment"]["spec"]["template"]["spec"]
