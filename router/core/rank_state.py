@@ -218,11 +218,11 @@ class RankState:
 def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> array[int]:
     """Chain keys of a dense event's blocks. Adapter and salt root the chain; other extra keys enter at their block."""
     extra = event.extra_keys or ()
-    if event.lora_name:  # vLLM names the adapter in each block's extra keys, too
-        extra = tuple([key for key in keys or () if key != event.lora_name] for keys in extra)
+    if event.lora_name:  # vLLM names the adapter first in each block's extra keys, too; a salt may be spelled alike
+        extra = tuple(keys[1:] if keys and keys[0] == event.lora_name else keys for keys in extra)
     if parent is None:
-        salt = event.cache_salt or "\x00".join(map(str, extra[0] or () if extra else ()))
-        parent = namespace_seed(event.lora_name or "", salt)
+        roots = (event.cache_salt,) if event.cache_salt else map(str, extra[0] or ("",) if extra else ("",))
+        parent = namespace_seed(event.lora_name or "", *roots)
         extra = extra[1:] and (None, *extra[1:])
     stride = event.block_tokens // unit_tokens
     if not any(extra):

@@ -34,7 +34,8 @@ def _remembered_seed(*parts: str) -> int:
 
 
 def _seed(*parts: str) -> int:
-    material = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]  # JSON's escapes may stand for halves of pairs
+    material = b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
     return xxhash.xxh3_64_intdigest(material, seed=0)
 
 
