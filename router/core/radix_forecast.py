@@ -7,8 +7,8 @@ The rules are those of ``Scheduler``, ``PrefillAdder`` and ``UnifiedRadixCache``
 - A prompt is let in, first come first served, if what it lacks, its answer's bound and a page are less than all that is
   free or could be given up, but for what the running answers may still take. The first that is not, and all behind it,
   wait until an answer ends; what they had found may go meanwhile.
-- Room is made as if each request needed a page more than it does: for prompts (``alloc_paged_token_slots_extend``), and
-  for each token generated (``alloc_paged_token_slots_decode``). With pages of one token both are exact.
+- Room is made as if each prompt needed a page more than it does (``alloc_paged_token_slots_extend``; with pages of one
+  token it is exact), and for each token generated as if every answer began a page (``alloc_paged_token_slots_decode``).
 - An answer enters the tree as it ends.
 
 Which prompts are in one batch is the engine's secret: taken for one are those between whose sending nothing was heard.
@@ -42,6 +42,7 @@ class RadixForecast(Forecast):
         *,
         rows: Callable[[], dict[Allocation, Row]],
         own_pages: int,
+        growing: int,
         due_tokens: float,
         blocks: int,
         room: int,
@@ -49,8 +50,8 @@ class RadixForecast(Forecast):
         heard: int,
         seats: int | None,
     ) -> None:
-        """The requests ``running`` have so many pages of their own, and so many tokens are kept free for them; ``rows``
-        tells which is whose. No more run at once than there are ``seats``.
+        """The requests ``running`` have so many pages of their own, so many of them are ``growing``, and so many tokens
+        are kept free for them; ``rows`` tells which is whose. No more run at once than there are ``seats``.
         """
         super().__init__(order, (), room=room)
         self._blocks = blocks
@@ -98,7 +99,7 @@ class RadixForecast(Forecast):
             else:
                 self._prefill(batch)
         self._compute()
-        self._make_room_for(len(decoding) * self._spare)
+        self._make_room_for(growing)
         first = self._scheduled_before(waiting, heard=heard)
         self._queue = list(first)
         self._schedule()
@@ -267,12 +268,13 @@ class RadixForecast(Forecast):
         self._fresh = []
 
     def _finish(self, batch: Sequence[Unheard], *, decoding: int) -> None:
-        """Their answers have had room made for them as they grew; they enter the tree, and nothing is held on to."""
+        """Their answers had room made for them up to the last token; they enter the tree, and nothing is held on to."""
         self._compute()
         prompts = [len(each.keys) if each.blocks else each.allocation.pinned for each in batch]
-        own = [len(each.allocation.keys) - pages for each, pages in zip(batch, prompts, strict=True)]
+        sizes = zip(batch, prompts, strict=True)
+        own = [each.own_pages(self._page_tokens, prompt_pages=pages) for each, pages in sizes]
         self._room -= sum(own) - sum(each.blocks - len(each.keys) for each in batch)
-        self._make_room_for((decoding + len(batch)) * self._spare)  # of each a page is begun, which is not kept
+        self._make_room_for(decoding)
         for each, pages in zip(batch, own, strict=True):
             self._let_go(each.allocation)
             self._room += pages - self._enter(each.allocation.keys, None)

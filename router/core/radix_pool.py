@@ -72,6 +72,7 @@ class RadixPool(Pool):
         """
         self._happened += 1
         self._heard += 1
+        generated = self._generated(allocation)
         self._answers.pop(allocation, None)
         want = self._wants.pop(allocation)
         unheard = self._unheard.get(allocation)
@@ -91,7 +92,7 @@ class RadixPool(Pool):
             self._order.use(keys)
             return
         self._wait(allocation)
-        unheard.ended_at = self._happened
+        unheard.ended_at, unheard.generated = self._happened, generated
         self._unheard[allocation] = unheard
 
     def _is_silent(self, allocation: Allocation) -> bool:
@@ -157,10 +158,11 @@ class RadixPool(Pool):
         if not self.is_moving or self._blocks is None or len(self.pending) > MAX_PENDING or copies > self._blocks:
             return depth
         want = want or Want(len(keys) * self._page_tokens)
-        own_pages, due_tokens = 0, 0.0
+        own_pages, growing, due_tokens = 0, 0, 0.0
         for each in self._running:
             row = Row(self._wants[each], self._generated(each))
             own_pages += row.own_pages(self._page_tokens)
+            growing += row.is_growing
             due_tokens += row.reserved_tokens
         begun_pages = sum(each in self._running for each in self._unheard)  # counted with their prompts
         room = self._blocks - copies - own_pages + begun_pages  # fewer than none: answers have pushed some out
@@ -181,6 +183,7 @@ class RadixPool(Pool):
                 self._running,
                 rows=self._rows,
                 own_pages=own_pages,
+                growing=growing,
                 due_tokens=due_tokens,
                 blocks=self._blocks,
                 room=room,

@@ -9,9 +9,9 @@ from router.core.forecast import Allocation
 
 #: The share of its bound that the engine expects an answer to take (``SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`` of 0.7).
 _EXPECTED_RATIO = 0.1
-#: Pages are taken for so many tokens more than have come: one that is being computed, and one that will be before a
-#: prompt that comes now is looked up (``Scheduler.event_loop_overlap``).
-_AHEAD_TOKENS = 2
+#: So many tokens more than have come have their pages when room is made for the last time before a prompt that comes
+#: now is looked up (``Scheduler.event_loop_overlap``).
+_AHEAD_TOKENS = 1
 #: No answer is reserved more for (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
 _MOST_RESERVED_TOKENS = 4096
 
@@ -38,7 +38,7 @@ class Want:
 class Unheard:
     """A request of which events are due. ``keys`` are its prompt's whole pages, of ``blocks`` that it takes; none where
     its answer alone is unheard of. ``sent_at`` and ``ended_at`` order what happened; ``heard`` is how much had been
-    heard when it was sent. ``is_alone``: the rank had nothing to do then.
+    heard when it was sent. ``is_alone``: the rank had nothing to do then. ``generated`` are its answer's tokens.
     """
 
     allocation: Allocation
@@ -49,6 +49,16 @@ class Unheard:
     heard: int
     is_alone: bool
     ended_at: int | None = None
+    generated: int = 0
+
+    def own_pages(self, page_tokens: int, *, prompt_pages: int) -> int:
+        """Once it has ended: its pages behind those of its prompt as room was made for the last token, behind which
+        nothing is computed. Of an answer that nobody counted the last page is thought to be nearly full.
+        """
+        tokens = self.want.prompt_tokens % page_tokens + self.generated - 2
+        if not self.generated:
+            tokens = (len(self.allocation.keys) - prompt_pages + 1) * page_tokens - 2
+        return max(0, -(-tokens // page_tokens))
 
 
 @dataclass(slots=True)
@@ -64,6 +74,12 @@ class Row:
         if ahead_tokens and self.want.is_whole and self.want.most_tokens:
             tokens = min(tokens, self.want.most_tokens - 1)
         return max(1, -(-(self.want.prompt_tokens % page_tokens + tokens) // page_tokens))
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether more is to come behind what is computed before the next prompt is looked up."""
+        bound = self.want.most_tokens if self.want.is_whole else 0
+        return not bound or self.generated + _AHEAD_TOKENS + 1 < bound
 
     @property
     def left_tokens(self) -> int:

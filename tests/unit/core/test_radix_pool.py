@@ -138,6 +138,18 @@ def test_an_answer_takes_pages_as_it_grows_and_for_each_token_a_page_is_kept_fre
     assert kept(pool, "rstu", copies=7) == 4
 
 
+def test_room_for_an_answer_is_made_before_it_takes_its_last_page() -> None:
+    """Of ten pages seven are cached. Behind the 16 tokens of its prompt an answer has two pages until its 33rd token is
+    computed on, and a page is free for that one; for the 34th none would be. The last token is computed on by nobody.
+    """
+    for tokens, left in ((33, 3), (34, 3), (35, 0)):
+        pool = pool_of(10, "abc", "xyz")
+        allocation = running(pool, "r", want=Want(16))
+        pool.grows(allocation, lambda tokens=tokens: tokens)  # type: ignore[misc]
+        pool.ended(allocation, keys("rst"))
+        assert kept(pool, "abc", copies=7) == left
+
+
 def test_of_pages_that_two_answers_have_in_common_one_is_kept() -> None:
     """Of fourteen pages four are cached. Two answers to one prompt end with three pages each, of which three are free
     again once both are in the tree: the next prompt takes five of seven. Had they nothing in common four would be free.
