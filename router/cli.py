@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [] | ["-h" | "--help" | "help"]:
             print(HELP, end="")
             return 0
+        case ["version", "-h" | "--help"]:
+            print("usage: homing version\n\nPrint the version, and whether the path of a request is compiled.")
+            return 0
         case ["version" | "--version" | "-V"]:
             print(f"homing {_version()}, {_build()}")
             return 0

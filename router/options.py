@@ -6,15 +6,18 @@ import argparse
 import difflib
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import BaseModel
+
 from router.errors import ConfigError
 from router.knobs import Knob, knobs
 from router.plain_words import masked
-from router.settings import Settings
+from router.settings import ModelSpec, Settings, WorkerSpec
 from router.settings_sources import ENV_PREFIX, Layer, load_settings
 
 #: Short names of what is set most often; every setting also has its long flag, ``--section.name``.
@@ -88,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="homing router",
         usage="homing router --worker URL [--worker URL ...] [OPTIONS]",
         description="Route LLM requests to the rank that already holds their prefix.",
-        epilog=EPILOG,
+        epilog=_keys("a worker, as JSON after --worker or in the YAML file's list 'workers':", WorkerSpec)
+        + _keys("a model, in the YAML file's list 'models':", ModelSpec)
+        + EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -126,6 +131,14 @@ def _parser() -> argparse.ArgumentParser:
             group = groups[section]
         _add(group, knob)
     return parser
+
+
+def _keys(of: str, model: type[BaseModel]) -> str:
+    """What stands in the help of the keys of one entry of a list."""
+    told = (f"{name:<15} {field.description}" for name, field in model.model_fields.items())
+    return "\n".join(
+        [of, *(textwrap.fill(line, 100, initial_indent="  ", subsequent_indent=" " * 18) for line in told), "", ""]
+    )
 
 
 def _add(group: argparse._ArgumentGroup, knob: Knob) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from router.addresses import has_http_address, is_redis_address
 from router.core.session import session_header
 
 
@@ -45,33 +46,26 @@ def _check_tls(door: _WithTls) -> _WithTls:
     return door
 
 
-def _has_http_address(url: str) -> bool:
-    """Whether it begins with a scheme, a host and, where there is one, a port that can be connected to."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:  # a port that is no number, half an IPv6 address
-        return False
-    is_written_together = not any(letter.isspace() for letter in url)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_written_together
-
-
 class WorkerSpec(_Slice):
     """One worker as an operator names it. Only ``url`` is needed: the rest is asked of the worker."""
 
-    url: str
+    url: str = Field(description="http://host:port, or https, with a path if its API is not at the root.")
     id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] = Field(
         default=None, description="Name in metrics and headers; default: host:port."
     )
-    engine: Annotated[str | None, Field(pattern="^(vllm|sglang|shim)$")] = None
-    dp_size: Annotated[int | None, Field(ge=1, le=1024)] = None
-    models: tuple[str, ...] = ()
+    engine: Annotated[str | None, Field(pattern="^(vllm|sglang|shim)$")] = Field(
+        None, description="What it is: vllm, sglang or shim. Default: asked."
+    )
+    dp_size: Annotated[int | None, Field(ge=1, le=1024)] = Field(
+        None, description="Its data-parallel ranks. Default: asked."
+    )
+    models: tuple[str, ...] = Field((), description="Names of what it serves. Default: asked.")
     kv_events: str | None = Field(
         None, description="ZMQ endpoint of rank 0 (tcp://host:port); ranks count up from it. Default: asked."
     )
     kv_replay: str | None = Field(default=None, description="Replay endpoint of rank 0, like kv_events.")
     role: Annotated[str | None, Field(pattern="^(unified|prefill|decode)$")] = Field(
-        None, description="What it does of a request. Default: asked (SGLang, shim), else unified."
+        None, description="What it does: unified, prefill or decode. Default: asked (SGLang, shim), else unified."
     )
     handover: Annotated[str | None, Field(pattern="^(bootstrap|params)$")] = Field(
         None, description="How prompts go from prefill to decode. Default: bootstrap, SGLang's way; vLLM: params."
@@ -88,7 +82,7 @@ class WorkerSpec(_Slice):
     @field_validator("url")
     @classmethod
     def _plain_url(cls, url: str) -> str:
-        if not _has_http_address(url):
+        if not has_http_address(url):
             raise ValueError("a worker's URL looks like http://host:port")
         parts = urlsplit(url)
         if parts.username or parts.query or parts.fragment:
@@ -113,11 +107,11 @@ class WorkerSpec(_Slice):
 class ModelSpec(_Slice):
     """What the router must know of a model to key prompts exactly. Default: asked of its workers."""
 
-    name: str
+    name: str = Field(description="As its workers call it.")
     tokenizer: Path | None = Field(
         None, description="Directory with tokenizer.json and a chat template, or a tokenizer.json."
     )
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = Field((), description="Other names that clients may use for it.")
     adapters: tuple[str, ...] = Field((), description="LoRA adapters over this model, by the names clients use.")
     chunk_tokens: Annotated[int | None, Field(ge=1)] = Field(
         None, description="Chunk of chunked local attention: no event stream carries it."
@@ -128,16 +122,18 @@ class ModelSpec(_Slice):
 class ServerSettings(_Slice):
     """The data plane's door."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
-    max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024
-    max_headers: Annotated[int, Field(ge=8)] = 128
-    header_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    host: str = Field("127.0.0.1", description="Address that clients connect to; 0.0.0.0: from everywhere.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        8000, description="Port for clients. 0: any; the ready line tells."
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(64 << 20, description="Larger bodies are refused: 413.")
+    max_header_bytes: Annotated[int, Field(ge=1024)] = Field(64 << 10, description="Larger heads are refused: 431.")
+    max_headers: Annotated[int, Field(ge=8)] = Field(128, description="Heads of more lines are refused: 431.")
+    header_timeout_seconds: Annotated[float, Field(gt=0)] = Field(10.0, description="Within so long a head must come.")
     body_timeout_seconds: Annotated[float, Field(gt=0)] = Field(
         60.0, description="Within so long a body must come, or another 64 KiB of it; in ten times that all of it."
     )
-    keepalive_seconds: Annotated[float, Field(gt=0)] = 75.0
+    keepalive_seconds: Annotated[float, Field(gt=0)] = Field(75.0, description="So long an idle connection stays open.")
     unready_seconds: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description="After SIGTERM /readyz says no and all are still served, one answer a connection, for so long.",
@@ -162,15 +158,15 @@ class ServerSettings(_Slice):
 class AdminSettings(_Slice):
     """The admin plane's door: metrics, workers, explain."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    host: str = Field("127.0.0.1", description="Address of the admin plane; beyond this machine set auth.keys_file.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8001, description="Port of the admin plane. 0: any.")
     names: tuple[str, ...] = Field(
         (),
         description="Names beside localhost that it may be asked by while it listens on this machine alone and asks "
         "for no key; any other is taken for a page that would reach it through somebody's browser.",
     )
     tls_certificate: Path | None = Field(None, description="As server.tls_certificate.")
-    tls_key: Path | None = None
+    tls_key: Path | None = Field(None, description="As server.tls_key.")
 
     _key_has_certificate = model_validator(mode="after")(_check_tls)
 
@@ -198,7 +194,7 @@ class TracingSettings(_Slice):
     @field_validator("endpoint")
     @classmethod
     def _is_http(cls, endpoint: str | None) -> str | None:
-        if endpoint is not None and not _has_http_address(endpoint):
+        if endpoint is not None and not has_http_address(endpoint):
             raise ValueError("it looks like http://collector:4318/v1/traces")
         return endpoint
 
@@ -227,7 +223,7 @@ class QueueSettings(_Slice):
 class UpstreamSettings(_Slice):
     """Connections to workers."""
 
-    connect_seconds: Annotated[float, Field(gt=0)] = 2.0
+    connect_seconds: Annotated[float, Field(gt=0)] = Field(2.0, description="Within so long a worker must be reached.")
     first_byte_seconds: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Of a stream. An answer that comes whole is awaited while its worker answers probes."
     )
@@ -266,8 +262,8 @@ class UpstreamSettings(_Slice):
 class RoutingSettings(_Slice):
     """How ranks are chosen."""
 
-    policy: Policy = Policy.AFFINITY
-    seed: int = 0
+    policy: Policy = Field(Policy.AFFINITY, description="How ranks are chosen: affinity is the router's own way.")
+    seed: int = Field(0, description="Of the draws between equal ranks: the same seed and inputs decide the same.")
     move_weight: Annotated[float, Field(ge=0)] = Field(
         16.0, description="Leaving a warm home costs this many times the seconds that home saves."
     )
@@ -277,9 +273,13 @@ class RoutingSettings(_Slice):
     transfer_tokens_per_second: Annotated[float, Field(gt=0)] = Field(
         200_000.0, description="What a decode rank is assumed to fetch from a prefill rank before it has shown it."
     )
-    session_idle_seconds: Annotated[float, Field(gt=0)] = 14_400.0
-    max_sessions: Annotated[int, Field(ge=1)] = 200_000
-    max_index_blocks: Annotated[int, Field(ge=1024)] = 8_000_000
+    session_idle_seconds: Annotated[float, Field(gt=0)] = Field(
+        14_400.0, description="A session that has not asked for so long is forgotten."
+    )
+    max_sessions: Annotated[int, Field(ge=1)] = Field(200_000, description="Of more, the longest idle are forgotten.")
+    max_index_blocks: Annotated[int, Field(ge=1024)] = Field(
+        8_000_000, description="Blocks remembered of each model; beyond, what was used longest ago is forgotten."
+    )
     admission: Annotated[str, Field(pattern="^(off|guarded)$")] = Field(
         "off",
         description="guarded: hold new conversations while the caches have no room for them and holding is of use.",
@@ -308,19 +308,10 @@ class RoutingSettings(_Slice):
 class ProbeSettings(_Slice):
     """How workers are watched."""
 
-    interval_seconds: Annotated[float, Field(gt=0)] = 2.0
-    timeout_seconds: Annotated[float, Field(gt=0)] = 5.0
-    failures: Annotated[int, Field(ge=1)] = 3
+    interval_seconds: Annotated[float, Field(gt=0)] = Field(2.0, description="Each worker's /health is asked so often.")
+    timeout_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="The longest wait for a worker's word.")
+    failures: Annotated[int, Field(ge=1)] = Field(3, description="Failures in a row after which a worker is down.")
     parity: bool = Field(True, description="Check tokenizer, template and event stream when a worker registers.")
-
-
-def _is_redis_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:  # the port is no number: as a rule half a password
-        return False
-    return bool(parts.scheme in ("redis", "rediss") and parts.hostname) or (parts.scheme == "unix" and bool(parts.path))
 
 
 class SharedSettings(_Slice):
@@ -348,7 +339,7 @@ class SharedSettings(_Slice):
     @classmethod
     def _is_redis_url(cls, url: str | None) -> str | None:
         """Complains without a word of what was given: there may be a password in it."""
-        if url is not None and not _is_redis_url(url):
+        if url is not None and not is_redis_address(url):
             raise ValueError(
                 "it looks like redis://[user:password@]host:6379/0, rediss://... or unix://PATH; "
                 "characters such as / and # in a password are written as %2F and %23"
@@ -365,8 +356,8 @@ class SharedSettings(_Slice):
 class Settings(_Slice):
     """The whole tree."""
 
-    workers: tuple[WorkerSpec, ...] = ()
-    models: tuple[ModelSpec, ...] = ()
+    workers: tuple[WorkerSpec, ...] = Field((), description="Whom requests are sent to.")
+    models: tuple[ModelSpec, ...] = Field((), description="What must be known of models beyond what workers say.")
     server: ServerSettings = ServerSettings()
     admin: AdminSettings = AdminSettings()
     auth: AuthSettings = AuthSettings()
@@ -376,8 +367,12 @@ class Settings(_Slice):
     routing: RoutingSettings = RoutingSettings()
     probes: ProbeSettings = ProbeSettings()
     shared: SharedSettings = SharedSettings()
-    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
-    log_format: Annotated[str, Field(pattern="^(json|console)$")] = "console"
+    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = Field(
+        "info", description="What is less than this is not logged."
+    )
+    log_format: Annotated[str, Field(pattern="^(json|console)$")] = Field(
+        "console", description="Lines for people, or a JSON object a line."
+    )
 
     @field_validator("workers")
     @classmethod

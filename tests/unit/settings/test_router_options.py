@@ -14,7 +14,7 @@ from router import cli
 from router.errors import ConfigError
 from router.knobs import knobs
 from router.options import main, parse
-from router.settings import Policy
+from router.settings import ModelSpec, Policy, WorkerSpec
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,25 @@ def test_every_setting_has_a_flag() -> None:
         elif not isinstance(default, tuple):
             assert parse([flag, str(default)]) == parse([])
     assert parse(["--routing.session-headers", "x-a, x-b"]).routing.session_headers == ("x-a", "x-b")
+
+
+def test_version_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """As every command does."""
+    assert cli.main(["version", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: homing version")
+
+
+def test_the_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag, and each key of a worker and a model, has a sentence of its own."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for knob in knobs():
+        assert knob.field.description, knob.key
+        assert knob.key in ("workers", "models") or " ".join(knob.field.description.split()) in shown
+    for model in (WorkerSpec, ModelSpec):
+        for name, field in model.model_fields.items():
+            assert f"{name} {field.description}" in shown
 
 
 def test_the_flag_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
