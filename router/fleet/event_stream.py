@@ -53,6 +53,8 @@ from router.wire.kv_events import (
 
 RECEIVE_HIGH_WATER: Final = 100_000
 _LOG_EVERY_SECONDS: Final = 60.0
+#: Clocks that are further apart than this say nothing of how late an event is.
+_MOST_LAG_SECONDS: Final = 3600.0
 _YIELD_EVERY_MESSAGES: Final = 64
 #: The publisher learns of a subscription a moment after the handshake; an answer must not be older than that.
 _SUBSCRIBE_SECONDS: Final = 0.05
@@ -71,8 +73,9 @@ class StreamTimes:
     """How long a stream waits, in seconds."""
 
     replay_idle: float = 3.0  # between two parts; engines answer between steps, and a step can be long
-    replay_total: float = 120.0
-    check_every: float = 30.0
+    replay_total: float = 120.0  # of all parts, or of a snapshot
+    check_quiet: float = 0.75  # of silence, after which it is asked whether anything was lost; then ever more rarely,
+    check_every: float = 30.0  # up to this. Where snapshots are offered, no more rarely: such a rank answers in no time
     between_asks: float = 0.25  # so that a publisher that sends only damage is not asked without pause
 
 
@@ -113,7 +116,9 @@ class EventStream:
         self._tasks: asyncio.TaskGroup | None = None
         self._ask: asyncio.Task[None] | None = None
         self._last_ask_at = -1e9
+        self._stirred = asyncio.Event()  # a message has come
         self._last_damage_log_at = -1e9
+        self._last_refusal_log_at = -1e9
         self._last_failure_at = -1e9
 
     async def run(self) -> None:
@@ -131,7 +136,7 @@ class EventStream:
             subscriber.connect(self._source.endpoint)
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch_connection(monitor))
-                self._tasks.create_task(self._check_now_and_then())
+                self._tasks.create_task(self._check_when_quiet())
                 await self._receive(subscriber)
         finally:
             subscriber.disable_monitor()
@@ -155,6 +160,7 @@ class EventStream:
             frames = await subscriber.recv_multipart()
             self._metrics.event_batches.labels(*self._labels).inc()
             self._feed(self._decode_live(frames))
+            self._stirred.set()
             received += 1
             if received % _YIELD_EVERY_MESSAGES == 0:
                 await asyncio.sleep(0)
@@ -164,10 +170,21 @@ class EventStream:
             await recv_monitor_message(monitor)
             self._feed(Joined())
 
-    async def _check_now_and_then(self) -> None:
+    async def _check_when_quiet(self) -> None:
+        """That messages were lost shows with the next one; where none follows, it must be asked."""
+        pause = self._times.check_quiet
         while True:
-            await asyncio.sleep(self._times.check_every)
-            self._feed(Check())
+            self._stirred.clear()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._stirred.wait()
+            except TimeoutError:
+                self._feed(Check())
+                if not self._state.has_snapshot:
+                    pause = min(2 * pause, self._times.check_every)
+            else:
+                pause = self._times.check_quiet
+                await asyncio.sleep(pause)
 
     def _decode_live(self, frames: list[bytes]) -> Event:
         sequence: int | None = None
@@ -179,7 +196,8 @@ class EventStream:
         except WireError as error:
             self._count_damage(error)
             return Damaged(sequence)
-        self._metrics.event_lag.observe(max(0.0, self._wall_clock() - batch.timestamp))
+        lag_seconds = self._wall_clock() - batch.timestamp
+        self._metrics.event_lag.observe(min(max(0.0, lag_seconds), _MOST_LAG_SECONDS))
         return Message(sequence, batch)
 
     def _count_damage(self, error: Exception) -> None:
@@ -245,14 +263,21 @@ class EventStream:
             await asyncio.sleep(max(pause, _SUBSCRIBE_SECONDS))
         self._last_ask_at = self._clock()
         try:
-            if isinstance(ask, AskReplay):
-                async with asyncio.timeout(self._times.replay_total):
+            async with asyncio.timeout(self._times.replay_total):
+                if isinstance(ask, AskReplay):
                     await self._replay(ask)
-            elif self._fetch_snapshot is not None:
-                self._feed(SnapshotTaken(ask.ticket, await self._fetch_snapshot()))
+                elif self._fetch_snapshot is not None:
+                    self._feed(SnapshotTaken(ask.ticket, await self._fetch_snapshot()))
         except (TimeoutError, zmq.ZMQError, WireError, WorkerError) as error:
-            self._log.info("cache events could not be asked for again", reason=str(error) or "no answer in time")
+            self._log_refusal(ask, str(error) or "no answer in time")
             self._feed(AskFailed(ask.ticket))
+
+    def _log_refusal(self, ask: AskReplay | AskSnapshot, reason: str) -> None:
+        now = self._clock()
+        is_current = ask.ticket == self._state.ticket
+        if is_current and (ask.cause is not Cause.CHECK or now - self._last_refusal_log_at >= _LOG_EVERY_SECONDS):
+            self._last_refusal_log_at = now
+            self._log.info("cache events could not be asked for again", reason=reason)
 
     async def _replay(self, ask: AskReplay) -> None:
         """Ask with a DEALER, as many answers follow; each is ``[b"", (topic,) sequence, payload]``."""

@@ -11,6 +11,7 @@ Source: vLLM ``distributed/kv_events.py``, SGLang ``disaggregation/kv_events.py`
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -154,9 +155,9 @@ def decode_snapshot(body: bytes) -> Snapshot:
     """Decode the body of a shim's snapshot endpoint. Raises ``WireError``."""
     try:
         sequence, batch = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise WireError(f"not a snapshot: {error}") from error
-    if not isinstance(sequence, int):
+    if not isinstance(sequence, int) or sequence < -1:
         raise WireError("snapshot without a sequence number")
     return Snapshot(sequence=sequence, batch=_batch(batch))
 
@@ -193,7 +194,7 @@ def _batch(raw: object) -> EventBatch:
     if not isinstance(timestamp, int | float) or not (rank is None or isinstance(rank, int)):
         raise WireError("an event batch begins with a number and ends with a rank or nil")
     return EventBatch(
-        timestamp=float(timestamp),
+        timestamp=float(timestamp) if math.isfinite(timestamp) else 0.0,  # one that equals itself, as others do
         events=tuple(_event(event) for event in events),
         rank=rank,
         epoch=epoch if isinstance(epoch, str) else None,

@@ -77,10 +77,15 @@ class KvPublisher:
         await asyncio.wait_for(self._live.recv(), 5)
 
     async def publish(
-        self, *events: Event, lost: bool = False, damaged: bool = False, damaged_on_the_way: bool = False
+        self,
+        *events: Event,
+        lost: bool = False,
+        damaged: bool = False,
+        damaged_on_the_way: bool = False,
+        at: float | None = None,
     ) -> None:
-        """Send one message; one that is lost, or damaged on the way, is kept whole for replays."""
-        batch = EventBatch(timestamp=time.time(), events=events, rank=0, epoch=self.epoch)
+        """Send one message, by default of now; one that is lost, or damaged on the way, is kept whole for replays."""
+        batch = EventBatch(timestamp=time.time() if at is None else at, events=events, rank=0, epoch=self.epoch)
         self.log.append(_NONSENSE if damaged else encode_batch(batch))
         if not lost:
             payload = _NONSENSE if damaged_on_the_way else self.log[-1]

@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from router.core.continuity_types import Cause
 from router.core.index import PrefixIndex
 from router.core.types import Engine, RankId
 from router.errors import WorkerError
@@ -22,10 +23,18 @@ from router.settings import RoutingSettings
 from router.telemetry.logging import make_logger
 from router.telemetry.metrics import Metrics
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import AllBlocksCleared, BlockStored, Event, EventBatch, EventSource, Snapshot
+from router.wire.kv_events import (
+    AllBlocksCleared,
+    BlockStored,
+    Event,
+    EventBatch,
+    EventSource,
+    Snapshot,
+    decode_snapshot,
+)
 from tests.fakes.kv_publisher import BLOCK_TOKENS, KvPublisher, removed, stored
 
-TIMES = StreamTimes(replay_idle=0.3, replay_total=5.0, check_every=60.0, between_asks=0.01)
+TIMES = StreamTimes(replay_idle=0.3, replay_total=5.0, check_quiet=60.0, check_every=60.0, between_asks=0.01)
 
 
 class Consumer:
@@ -36,6 +45,7 @@ class Consumer:
         self.metrics = Metrics(CollectorRegistry())
         self.fleet = Fleet(RoutingSettings(), self.metrics, clock=asyncio.get_running_loop().time)
         self.log = io.StringIO()
+        self.streams: list[EventStream] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     def follow(
@@ -67,6 +77,7 @@ class Consumer:
             snapshot=snapshot,
             times=times,
         )
+        self.streams.append(stream)
         self.tasks.append(asyncio.create_task(stream.run()))
         return stream
 
@@ -99,6 +110,9 @@ class Consumer:
             self.metrics.registry.get_sample_value(f"homing_{name}_total", {"worker": "w", "rank": "0"} | labels) or 0.0
         )
 
+    def resyncs(self) -> float:
+        return sum(self.count("kv_resyncs", cause=cause) for cause in Cause)
+
     async def stop(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -128,9 +142,9 @@ async def publisher(context: zmq.asyncio.Context) -> AsyncIterator[KvPublisher]:
     await publisher.stop()
 
 
-async def _joined(consumer: Consumer, publisher: KvPublisher) -> PrefixIndex:
+async def _joined(consumer: Consumer, publisher: KvPublisher, *, times: StreamTimes = TIMES) -> PrefixIndex:
     """The consumer's index, which follows the publisher and knows its block 0."""
-    consumer.follow(await publisher.start())
+    consumer.follow(await publisher.start(), times=times)
     await publisher.subscribed()
     await publisher.publish(stored(0))
     await consumer.joined()
@@ -170,11 +184,69 @@ async def test_a_late_joiner_of_an_idle_rank_learns_what_it_holds(consumer: Cons
 
 async def test_a_last_message_that_was_lost_is_found_by_the_check(consumer: Consumer, publisher: KvPublisher) -> None:
     """Nothing follows that would show a gap; the periodic question does."""
-    consumer.follow(await publisher.start(), times=replace(TIMES, check_every=0.2))
+    consumer.follow(await publisher.start(), times=replace(TIMES, check_quiet=0.1))
     await publisher.subscribed()
     await publisher.publish(stored(0))
     await publisher.publish(stored(1), lost=True)
     await consumer.until({0, 1})
+
+
+async def test_checks_become_rare_while_a_rank_is_idle(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Each pause is twice the one before, until there is a message again."""
+    consumer.follow(await publisher.start(), times=replace(TIMES, check_quiet=0.05))
+    await publisher.subscribed()
+    await publisher.publish(stored(0))
+    await consumer.until({0})
+    await asyncio.sleep(1.5)
+    assert 3 <= len(publisher.replays) <= 7  # one to join, then after 0.1, 0.2, 0.4, 0.8 and 1.6 seconds
+    await publisher.publish(stored(1))
+    await publisher.publish(stored(2), lost=True)
+    await consumer.until({0, 1, 2})
+
+
+async def test_a_check_without_answer_costs_nothing(consumer: Consumer, publisher: KvPublisher) -> None:
+    """The replay socket is silent, the stream whole: what is known stays, what comes counts, one line is logged."""
+    await _joined(consumer, publisher, times=replace(TIMES, replay_idle=0.1, check_quiet=0.05, check_every=0.05))
+    publisher.answers_replays = False
+    while consumer.count("kv_event_replays", result="failed") < 3:  # noqa: ASYNC110 (a counter has no event)
+        await asyncio.sleep(0.01)
+    assert consumer.holds() == {0}
+    await publisher.publish(stored(1))
+    await consumer.until({0, 1})
+    assert consumer.resyncs() == 0
+    assert consumer.log.getvalue().count("could not be asked for again") == 1
+
+
+async def test_an_idle_rank_whose_replay_came_too_late_is_asked_again(
+    consumer: Consumer, publisher: KvPublisher
+) -> None:
+    """A warm engine pauses when the router joins, and says nothing after that."""
+    source = await publisher.start()
+    await publisher.publish(stored(0))
+    publisher.answers_replays = False
+    consumer.follow(source, times=replace(TIMES, replay_idle=0.1, check_quiet=0.05))
+    while not consumer.count("kv_event_replays", result="failed"):  # noqa: ASYNC110 (a counter has no event)
+        await asyncio.sleep(0.01)
+    publisher.answers_replays = True
+    await consumer.until({0})
+
+
+async def test_times_that_are_no_number_are_harmless(consumer: Consumer, publisher: KvPublisher) -> None:
+    """A check knows the publisher's last message by its time, whatever that is; the lag stays a number."""
+    await _joined(consumer, publisher)
+    for number, time in enumerate((float("nan"), float("-inf"), -1e308, -1e308), 1):
+        await publisher.publish(stored(number), at=time)
+    await publisher.publish(stored(5), at=float("nan"))
+    await consumer.until({0, 1, 2, 3, 4, 5})
+    before = len(publisher.replays)
+    consumer.streams[0].check()
+    while not consumer.count("kv_event_replays", result="unchanged"):  # noqa: ASYNC110 (a counter has no event)
+        await asyncio.sleep(0.01)
+    assert publisher.replays[before:] == [5]
+    assert consumer.resyncs() == 0
+    lag = consumer.metrics.registry.get_sample_value("homing_kv_event_lag_seconds_sum")
+    assert lag is not None
+    assert lag <= 6 * 3600
 
 
 @pytest.mark.parametrize("epochs", [(None, None), ("first", "second")])
@@ -281,6 +353,31 @@ async def test_a_snapshot_that_fails_is_followed_by_a_replay(consumer: Consumer,
         raise WorkerError("no")
 
     consumer.follow(source, snapshot=snapshot)
+    await consumer.until({0})
+
+
+async def test_a_snapshot_that_is_none_is_followed_by_a_replay(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Nested deeper than anything that is meant."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    await publisher.publish(stored(0))
+
+    async def snapshot() -> Snapshot:
+        return decode_snapshot(b"\x92\x05" + b"\x91" * 5000 + b"\xc0")
+
+    consumer.follow(source, snapshot=snapshot)
+    await consumer.until({0})
+
+
+async def test_a_snapshot_that_never_ends_is_followed_by_a_replay(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Whatever trickles in, there is an end to waiting."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    await publisher.publish(stored(0))
+
+    async def snapshot() -> Snapshot:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    consumer.follow(source, snapshot=snapshot, times=replace(TIMES, replay_total=0.3))
     await consumer.until({0})
 
 
