@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from router.plain_words import masked
 from router.wire.redis import Script
 
 #: An answer of Redis that takes longer counts as none: the connection is given up.
@@ -54,6 +55,14 @@ def connect(url: str, *, name: str) -> Redis:
         retry=Retry(NoBackoff(), 0),
         client_name=name,
     )
+
+
+def shown(url: str) -> str:
+    """Where a URL leads, for the log: without names, passwords and options."""
+    address, _, options = url.partition("?")
+    if "@" in options:  # perhaps a question mark in a password that is not written as %3F
+        return address.partition("://")[0] + "://***"
+    return masked(address).partition("#")[0]
 
 
 def goes_on() -> bool:

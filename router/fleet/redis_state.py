@@ -25,7 +25,7 @@ from router.core.returns import Conversation
 from router.core.types import RankId, SessionKey
 from router.errors import WireError
 from router.fleet.fleet import Fleet
-from router.fleet.redis_link import ANSWER_SECONDS, BROKEN, connect, evaluate, goes_on, trouble
+from router.fleet.redis_link import ANSWER_SECONDS, BROKEN, connect, evaluate, goes_on, shown, trouble
 from router.fleet.registry import Registry
 from router.fleet.shared import HomeBook, PeerLoads, SharedHome, hear_loads, tell_loads
 from router.fleet.shared_workers import WorkerBook, carry_out, records
@@ -78,6 +78,7 @@ class RedisState:
         self._peers = PeerLoads(lease_seconds=settings.lease_seconds)
         self._workers = WorkerBook()
         self._echo_at = -math.inf
+        self._trouble = {"url": shown(settings.redis_url), "cause": "no answer"}
         self._refused: set[str] = set()
         self._has_deeds = False
         self._is_whole_due = True
@@ -176,6 +177,7 @@ class RedisState:
 
     def _count(self, operation: str, error: Exception) -> None:
         self._metrics.shared_errors.labels(operation, trouble(error)).inc()
+        self._trouble["cause"] = f"{trouble(error)}: {error}"
         self._log.debug("shared state", operation=operation, trouble=trouble(error).value, error=str(error))
 
     async def _watch(self, fleet: Fleet, registry: Registry) -> None:
@@ -192,7 +194,7 @@ class RedisState:
                 if was_up:
                     self._log.info("shared state is up", replicas=1 + len(self._peers))
                 else:
-                    self._log.warning("shared state is not up: this replica goes on by itself")
+                    self._log.warning("shared state is not up: this replica goes on by itself", **self._trouble)
 
     # --- hearing ----------------------------------------------------------------------------------------
 
