@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,24 @@ def test_the_public_recording_has_its_published_statistics() -> None:
                     before = conversation.turns[place - 1].blocks
                     hit_tokens += 64 * common_blocks(before, turn.blocks)
     assert 0.955 < hit_tokens / input_tokens < 0.97
+
+
+def test_the_documented_examples_are_read(tmp_path: Path) -> None:
+    """Both kinds, as docs/simulator.md shows and explains them."""
+    text = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
+    recorded, mooncake = re.findall(r"```jsonl\n(.*?)```", text, re.DOTALL)
+    file = tmp_path / "trace.jsonl"
+    file.write_text(re.sub(r"\n +", " ", recorded))
+    (session,) = read_trace(file)
+    first, second = session.main.turns
+    assert (session.session_id, session.block_tokens, session.main.head_tokens) == ("s1", 64, 128)
+    assert (first.blocks, first.input_tokens, first.output_tokens) == ((range(1, 4),), 200, 50)
+    assert (second.blocks, second.gap_seconds) == ((range(1, 6),), 3.0)
+    (spawned,) = first.subagents
+    # It ended at 9 and took 4 seconds; its parent's answer was there at 2.5.
+    assert (spawned.agent_id, spawned.is_joined, spawned.delay_seconds) == ("a1", True, 2.5)
+    assert [each.session_id for each in read_trace(file, keep_duplicates=True)] == ["s1", "s2"]
+    file.write_text(mooncake)
+    one, other = read_trace(file)
+    assert (one.start_seconds, other.start_seconds) == (0.0, 3.0)
+    assert (one.main.turns[0].tail_block, other.main.turns[0].tail_block) == (2, 7)
