@@ -154,8 +154,9 @@ class Exchange:
         """
         status, is_whole = None, False
         self.sent_at = self.tape.clock()
+        url, hooks = self.info.url + self.path, {"trace": self._watch}
         try:
-            async with client.stream("POST", self.info.url + self.path, headers=self.headers, content=self.body) as got:
+            async with client.stream("POST", url, headers=self.headers, content=self.body, extensions=hooks) as got:
                 status = got.status_code
                 answer(status, got.headers)
                 async for piece in got.aiter_raw():
@@ -166,6 +167,11 @@ class Exchange:
             is_whole = True
         finally:
             self._write(status, is_whole=is_whole)
+
+    async def _watch(self, event: str, _: object) -> None:
+        """It is sent once there is a connection for it: others may overtake it until then (httpcore's trace)."""
+        if event.endswith("send_request_headers.started"):
+            self.sent_at = self.tape.clock()
 
     def _write(self, status: int | None, *, is_whole: bool) -> None:
         finished_at = self.tape.clock()
@@ -208,7 +214,7 @@ class Exchange:
             return reported, "reported"
         asked = {name.lower(): value for name, value in headers.items()}.get("x-data-parallel-rank")
         asked = asked if self.info.engine is not Engine.SGLANG else self._fields.get("routed_dp_rank")
-        return (int(asked), "asked") if asked is not None and str(asked).isdigit() else (None, "unknown")
+        return (int(asked), "asked") if asked is not None and str(asked).isdecimal() else (None, "unknown")
 
 
 @dataclass(slots=True)
