@@ -109,7 +109,7 @@ class _Replay:
         self._leases: dict[int, Lease] = {}
         requests = capture.requests or ()
         models = frozenset({request.model for request in requests} or {""})
-        ranks = 1 + max([frame.rank for frame in capture.frames] + [request.rank or 0 for request in requests])
+        ranks = sorted({0, *(frame.rank for frame in capture.frames), *(request.rank or 0 for request in requests)})
         metrics = Metrics(CollectorRegistry())
         settings = RoutingSettings()
         self._fleet = Fleet(settings, metrics, clock=lambda: self.now)
@@ -118,10 +118,11 @@ class _Replay:
             self._fleet.set_geometry(model, capture.geometry)
         for adapter in capture.adapters:
             self._brain.set_adapter(adapter)
-        for rank in range(ranks):
-            slot = self._fleet.add_rank(
+        self._slots: dict[int, int] = {}
+        for rank in ranks:
+            self._slots[rank] = slot = self._fleet.add_rank(
                 RankId(_WORKER, rank),
-                target=Target(host="", port=0, rank=rank, dp_size=ranks, engine=capture.engine),
+                target=Target(host="", port=0, rank=rank, dp_size=ranks[-1] + 1, engine=capture.engine),
                 models=models,
                 block_tokens=capture.block_tokens,
                 pool_tokens=capture.pool_tokens,
@@ -131,8 +132,8 @@ class _Replay:
                 retention_tokens=capture.retention_tokens,
             )
             self._fleet.set_status(slot, RankStatus.READY)
-        self._slots = frozenset(range(ranks))
-        self._streams = [Continuity(has_replay=False, has_snapshot=False) for _ in range(ranks)]
+        self._all_slots = frozenset(self._slots.values())
+        self._streams = {rank: Continuity(has_replay=False, has_snapshot=False) for rank in ranks}
 
     # --- the streams ----------------------------------------------------------------------------------
 
@@ -145,23 +146,24 @@ class _Replay:
 
     def reset(self, reset: Reset) -> None:
         """All ranks' caches were emptied, or the process is another one."""
-        for rank in range(len(self._streams)):
+        for rank, slot in self._slots.items():
             if reset.is_restart:
                 self._feed(rank, Restarted())
             else:
-                self._fleet.expect_clear(rank)
+                self._fleet.expect_clear(slot)
 
     def _feed(self, rank: int, event: Event) -> None:
+        slot = self._slots[rank]
         self._streams[rank], actions = advance(self._streams[rank], event)
         for action in actions:
             match action:
                 case Apply(batch):
-                    self._fleet.apply(rank, batch, now=self.now)
+                    self._fleet.apply(slot, batch, now=self.now)
                 case Load(snapshot):
-                    self._fleet.load_snapshot(rank, snapshot, now=self.now)
+                    self._fleet.load_snapshot(slot, snapshot, now=self.now)
                 case Clear(cause):
                     self.clears += 1
-                    self._fleet.clear(rank, cause)
+                    self._fleet.clear(slot, cause)
                 case _:
                     pass
 
@@ -180,7 +182,7 @@ class _Replay:
             is_whole=request.is_whole,
         )
         try:
-            attempt = self._brain.choose(prepared, exclude=self._slots - {rank})
+            attempt = self._brain.choose(prepared, exclude=self._all_slots - {self._slots[rank]})
         except NoWorker:
             return
         self._leases[number] = attempt.lease

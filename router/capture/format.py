@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ from router.wire.kv_events import EventBatch, decode_batch, decode_sequence
 _FINISH_NAMES = ("finish_t", "finished_t", "done_t", "end_t", "abort_t", "aborted_t", "last_token_t")
 _UNSCORED = ("aborted", "failed", "prior_request")
 _REQUESTS_SUFFIX = ".requests.jsonl"
+#: No worker has more (``WorkerSpec.dp_size``).
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +156,27 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line's record, with the place that an error should name."""
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                record = json.loads(line)
+                record = _parsed(line)
                 if not isinstance(record, dict):
                     raise CaptureError(f"{path}:{number}: a record is a JSON object")
                 yield f"{path}:{number}", record
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise CaptureError(f"{path}:{number + 1}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # what is nested too deep, and numbers too long, too
         raise CaptureError(f"{path}:{number}: not JSON: {error}") from error
+
+
+def _parsed(line: str) -> object:
+    """A line's JSON. Halves of a character, which JSON can write and no text can hold, become question marks."""
+    record: object = json.loads(line)
+    if "\\ud" not in line and "\\uD" not in line:
+        return record
+    return json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
 
 
 # --- frames -----------------------------------------------------------------------------------------
@@ -171,9 +184,9 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _frame(place: str, record: Mapping[str, Any]) -> Frame:
     try:
-        at, rank = float(record["t"]), int(record.get("socket_rank", 0))
+        at, rank = _finite(float(record["t"])), _socket_rank(record.get("socket_rank", 0))
         parts = [bytes.fromhex(part) for part in record["frames_hex"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CaptureError(f"{place}: a frame has t, socket_rank and frames_hex: {error!r}") from error
     if len(parts) < 2:
         raise CaptureError(f"{place}: a message has a topic, a sequence number and a payload")
@@ -185,6 +198,13 @@ def _frame(place: str, record: Mapping[str, Any]) -> Frame:
         return Frame(at, rank, sequence, decode_batch(parts[-1]))
     except WireError:
         return Frame(at, rank, sequence, None)
+
+
+def _socket_rank(value: object) -> int:
+    rank = _known_rank(value)
+    if rank is None:
+        raise ValueError(f"socket_rank {value!r}")
+    return rank
 
 
 def frame_record(at: float, rank: int, parts: Sequence[bytes]) -> dict[str, Any]:
@@ -205,10 +225,14 @@ def _is_request(record: Mapping[str, Any]) -> bool:
 def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
     fields = _fields(record)
     response = mapping(record.get("response"))
-    finished_at = _finish(record)
+    try:
+        sent_at, first_at = _number(record.get("sent_t")), _number(record.get("first_token_t"))
+        finished_at = _finish(record)
+        rank = _rank(record, fields, engine)
+    except (ValueError, OverflowError) as error:
+        raise CaptureError(f"{place}: {error}") from error
     if finished_at is None:
         raise CaptureError(f"{place}: a request without a time: sent_t, and one of {', '.join(_FINISH_NAMES)} or t")
-    sent_at = _number(record.get("sent_t"))
     status = record.get("status")
     is_failed = bool(record.get("failed")) or (isinstance(status, int) and status >= 400)
     is_scored = (
@@ -225,13 +249,13 @@ def _request(place: str, record: Mapping[str, Any], engine: Engine) -> Sent:
     is_known = not (record.get("prior_request") or record["kind"] == "prior_request")
     return Sent(
         at=sent_at if sent_at is not None else finished_at,
-        first_token_at=_number(record.get("first_token_t")),
+        first_token_at=first_at,
         finished_at=finished_at,
         model=str(fields.get("model") or record.get("model") or ""),
         tag=str(record.get("tag", "")),
         prompt=prompt if is_known and sent_at is not None else array("I"),
         output=output,
-        rank=_rank(record, fields, engine),
+        rank=rank,
         cached_tokens=_cached(response) if is_scored else None,
         is_failed=is_failed,
         is_cut=bool(record.get("aborted")) or record["kind"] == "aborted",
@@ -259,7 +283,7 @@ def _prompt(record: Mapping[str, Any], fields: Mapping[str, Any], response: Mapp
     ):
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
             return array("I", found[0])
-        if isinstance(found, list) and found and isinstance(found[0], int):
+        if isinstance(found, list) and found and isinstance(found[0], int | float):
             return array("I", found)
     return array("I")
 
@@ -274,8 +298,8 @@ def _output(record: Mapping[str, Any], response: Mapping[str, Any]) -> array[int
 def _cached(response: Mapping[str, Any]) -> int | None:
     details = mapping(mapping(response.get("usage")).get("prompt_tokens_details"))
     for found in (details.get("cached_tokens"), mapping(response.get("meta_info")).get("cached_tokens")):
-        if isinstance(found, int):
-            return found
+        if found is not None:  # else nothing was cached, or nothing is told
+            return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
     return 0 if "usage" in response and "prompt_tokens_details" in mapping(response["usage"]) else None
 
 
@@ -285,9 +309,19 @@ def _rank(record: Mapping[str, Any], fields: Mapping[str, Any], engine: Engine) 
     meta = mapping(mapping(record.get("response")).get("meta_info"))
     asked = headers.get("x-data-parallel-rank") if engine is not Engine.SGLANG else fields.get("routed_dp_rank")
     for found in (record.get("served_rank"), meta.get("dp_rank"), asked, record.get("rank")):
-        if isinstance(found, int) or (isinstance(found, str) and found.isdigit()):
-            return int(found)
+        if (rank := _known_rank(found)) is not None:
+            return rank
     return None
+
+
+def _known_rank(value: object) -> int | None:
+    """A rank, by its number or the digits of it; None for what is none. Raises ``ValueError`` for one too high."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        return None
+    if number >= _MOST_RANKS:
+        raise ValueError(f"rank {number}, where ranks go up to {_MOST_RANKS - 1}")
+    return number
 
 
 def _finish(record: Mapping[str, Any]) -> float | None:
@@ -307,14 +341,17 @@ def _reset(place: str, record: Mapping[str, Any]) -> Reset | None:
     kind = str(record.get("kind", ""))
     if not kind.startswith(("reset", "restart")):
         return None
-    at = next((time for name in ("done_t", "t", "sent_t") if (time := _number(record.get(name))) is not None), None)
-    if at is None:
+    try:
+        times = [time for name in ("done_t", "t", "sent_t") if (time := _number(record.get(name))) is not None]
+    except (ValueError, OverflowError) as error:
+        raise CaptureError(f"{place}: {error}") from error
+    if not times:
         raise CaptureError(f"{place}: a {kind} without its time t")
     status = record.get("status", 200)
     answer = json.dumps(record.get("response", record.get("text", ""))).replace(" ", "").replace("\\", "")
     if (isinstance(status, int) and status >= 400) or '"success":false' in answer or record.get("success") is False:
         return None
-    return Reset(at, is_restart=kind.startswith("restart"))
+    return Reset(times[0], is_restart=kind.startswith("restart"))
 
 
 def _engine(records: Sequence[tuple[str, Mapping[str, Any]]], frames: Sequence[Frame]) -> Engine:
@@ -342,4 +379,11 @@ def _choice(response: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A time; None for what is no number. Raises ``ValueError`` or ``OverflowError`` for one that is no time."""
+    return _finite(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _finite(at: float) -> float:
+    if not math.isfinite(at):
+        raise ValueError(f"{at} is no time")
+    return at

@@ -13,6 +13,8 @@ from router.core.usable import Geometry, retention_of
 
 #: Of the settings that vLLM has among its metrics.
 _SETTING = r'vllm:cache_config_info\{{[^}}]*\b{}="(\w+)"'
+#: Words by which a setting is told to be off.
+_OFF = frozenset({"", "0", "false", "n", "no", "none", "null", "off"})
 #: Settings may be nested so deep.
 _MOST_DEPTH = 4
 
@@ -44,7 +46,11 @@ def geometry_of(settings: Mapping[str, Any]) -> Geometry:
         ),
         None,
     )
-    return Geometry(chunk_tokens=chunk_tokens, eagle=bool(settings.get("eagle") or settings.get("use_eagle")))
+    return Geometry(chunk_tokens=chunk_tokens, eagle=_is_on(settings.get("eagle")) or _is_on(settings.get("use_eagle")))
+
+
+def _is_on(value: object) -> bool:
+    return value.strip().lower() not in _OFF if isinstance(value, str) else bool(value)
 
 
 def block_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int | None:
@@ -70,14 +76,14 @@ def pool_blocks_of(settings: Mapping[str, Any], metrics: Sequence[str], *, ranks
     if told := first_number(settings, "pool_blocks"):
         return told
     blocks = first_number(settings, "num_gpu_blocks", "num_gpu_blocks_override") or _metric(metrics, "num_gpu_blocks")
-    return blocks // ranks - 1 if blocks else None
+    return blocks // ranks - 1 if blocks and blocks // ranks > 1 else None
 
 
 def max_running_of(settings: Mapping[str, Any]) -> int | None:
     """How many requests one rank of SGLang runs at once: what its schedulers say, else what they were told."""
     name = "effective_max_running_requests_per_dp"
-    told = (value for key, value in _nested(settings) if key == name and isinstance(value, int))
-    return next(told, None) or first_number(settings, "max_running_requests")
+    told = (first_number({key: value}, name) for key, value in _nested(settings))
+    return next(filter(None, told), None) or first_number(settings, "max_running_requests")
 
 
 def retention_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> int | None:
@@ -89,7 +95,7 @@ def retention_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> 
 
 def _metric(metrics: Sequence[str], name: str) -> int | None:
     found = _label(metrics, name)
-    return int(found) if found is not None and found.isdigit() else None
+    return int(found) if found is not None and found.isdecimal() else None
 
 
 def _label(metrics: Sequence[str], name: str) -> str | None:

@@ -129,7 +129,7 @@ def retention_of(told: object) -> int | None:
     """
     if told == "None":
         return 1
-    if isinstance(told, str) and told.isdigit():
+    if isinstance(told, str) and told.isdecimal():
         return int(told)
     return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else None
 
