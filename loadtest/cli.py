@@ -43,6 +43,8 @@ examples:
 The same --seed, --scale-tokens and --client send the same requests, whatever the number of lanes. A second run against
 a warm cache finds the first one's text there: give it another --salt, or empty the cache.
 
+In tables of reports, max/mean is what the busiest rank computed over what a rank did on average: 1 is even.
+
 exit status: 0 done; 1 the run failed (address, trace, or more errors than the budget); 2 bad usage; 130 Ctrl-C.
 """
 

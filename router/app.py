@@ -298,6 +298,8 @@ class Router:
         assert self._admin_socket is not None
         if self._access.keyring is None and not is_loopback(self._settings.admin.host):
             self._log.warning("the admin plane is open to others without a key; see auth.keys_file")
+        if not self._settings.workers and self._shared is None:
+            self._log.warning("no worker is named: none serves until --worker or POST /admin/workers names one")
         data = _shown(self._settings.server.host, self._data_port)
         admin = _shown(self._settings.admin.host, self._admin_socket.getsockname()[1])
         data, admin = (

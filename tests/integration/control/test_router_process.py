@@ -122,6 +122,7 @@ def test_a_router_without_workers_is_up_but_not_ready() -> None:
         status, errors = running.stop(signal.SIGINT)
     assert status == 0
     assert "Traceback" not in errors
+    assert errors.count("no worker is named") == 1
 
 
 @pytest.mark.parametrize("option", ["--port", "--admin-port"])
@@ -154,6 +155,7 @@ def test_settings_from_all_sources_reach_the_process(tmp_path: Path, monkeypatch
         status, errors = running.stop()
     assert status == 0
     assert '"worker": "gone"' in errors
+    assert "no worker is named" not in errors
 
 
 def test_a_shim_added_at_run_time_serves_from_its_cache() -> None:
