@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,16 @@ def record_events(argv: Sequence[str]) -> int:
         wrong = error.errors(include_url=False)[0]
         option = {"url": "--worker"}.get(name := str(wrong["loc"][0]), "--" + name.replace("_", "-"))
         parser.error(f"bad value for {option}: {masked(repr(told[name]))}; {what_is_allowed(wrong)}")
+    status = 0
     try:
         asyncio.run(_record(options, spec, script))
-    except (WorkerError, OSError) as error:
-        print(f"homing record-events: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except* (WorkerError, OSError) as failed:
+        first: BaseException = failed
+        while isinstance(first, BaseExceptionGroup):  # what runs side by side fails for one reason
+            first = first.exceptions[0]
+        print(f"homing record-events: {first}", file=sys.stderr)
+        status = 1
+    return status
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -183,7 +188,7 @@ async def _record(options: argparse.Namespace, spec: WorkerSpec, script: Script)
             )
             async with following(info, tape):
                 if options.drive:
-                    await drive(info, tape, client, script)
+                    await drive(info, tape, client, script, say=partial(print, file=sys.stderr, flush=True))
                 else:
                     print(f"send requests to http://{options.host}:{options.port}; stop with Ctrl-C", flush=True)
                     await serve(info, tape, client, host=options.host, port=options.port)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How much of everything. Lengths are in tokens."""
+    """How much of everything. Lengths are in tokens. A worker that is away for longer than the patience is dead."""
 
     sessions: int = 6
     turns: int = 5
@@ -41,11 +41,16 @@ class Script:
     aborts: float = 0.1
     salts: float = 0.15
     seed: int = 1
+    patience_seconds: float = 300.0
 
 
-async def drive(info: WorkerInfo, tape: Tape, client: httpx.AsyncClient, script: Script) -> None:
-    """Run the whole script against a worker, recording. Raises ``WorkerError`` if it cannot tokenize."""
-    driver = _Driver(info, tape, client, script, await _vocabulary(info, client))
+async def drive(
+    info: WorkerInfo, tape: Tape, client: httpx.AsyncClient, script: Script, *, say: Callable[[str], None]
+) -> None:
+    """Run the whole script against a worker, recording; ``say`` what it waits for. Raises ``WorkerError`` if the worker
+    cannot tokenize, and a group of these if it goes away and does not come back.
+    """
+    driver = _Driver(info, tape, client, script, await _vocabulary(info, client), say)
     await driver.conversations("talk")
     await driver.twins()
     await driver.fillers()
@@ -55,15 +60,23 @@ async def drive(info: WorkerInfo, tape: Tape, client: httpx.AsyncClient, script:
 
 class _Driver:
     def __init__(
-        self, info: WorkerInfo, tape: Tape, client: httpx.AsyncClient, script: Script, words: list[int]
+        self,
+        info: WorkerInfo,
+        tape: Tape,
+        client: httpx.AsyncClient,
+        script: Script,
+        words: list[int],
+        say: Callable[[str], None],
     ) -> None:
         self._info = info
         self._tape = tape
         self._client = client
         self._script = script
         self._words = words
+        self._say = say
         self._rng = random.Random(script.seed)
         self._limit = asyncio.Semaphore(script.concurrency)
+        self._is_away = False
         self._context_tokens = info.max_context_tokens or 1024
 
     def _draw(self, tokens: int) -> list[int]:
@@ -134,8 +147,9 @@ class _Driver:
 
     async def _post(self, path: str) -> None:
         exchange = Exchange(self._tape, self._info, path, {}, b"")
-        async for _ in exchange.run(self._client, lambda *_: None):
-            pass
+        with contextlib.suppress(httpx.HTTPError):  # the next request waits for it
+            async for _ in exchange.run(self._client, lambda *_: None):
+                pass
 
     async def ask(
         self,
@@ -185,11 +199,19 @@ class _Driver:
         return "/v1/completions", body, headers
 
     async def _until_back(self) -> None:
-        while True:
-            await asyncio.sleep(_RETRY_SECONDS)
-            with contextlib.suppress(httpx.HTTPError):
-                if (await self._client.get(self._info.url + "/health")).is_success:
-                    return
+        url, patience = self._info.url, self._script.patience_seconds
+        if not self._is_away:
+            self._is_away = True
+            self._say(f"{url} does not answer; waiting for {patience:g} s at most")
+        try:
+            async with asyncio.timeout(patience):
+                while self._is_away:
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    with contextlib.suppress(httpx.HTTPError):
+                        if (await self._client.get(url + "/health")).is_success:
+                            self._is_away = False
+        except TimeoutError as error:
+            raise WorkerError(f"{url} has not answered for {patience:g} s") from error
 
 
 async def _all(waiting: Iterable[Coroutine[Any, Any, object]]) -> None:

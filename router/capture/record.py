@@ -176,6 +176,8 @@ class Exchange:
     def _write(self, status: int | None, *, is_whole: bool) -> None:
         finished_at = self.tape.clock()
         if self.path.split("?")[0] in _RESETS:
+            if status is None:  # whether it was done nobody knows
+                return
             self.tape.note("reset", status=status, text=b"".join(self._pieces).decode(errors="replace"))
             return
         if not self.is_prompt:

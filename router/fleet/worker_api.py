@@ -100,7 +100,7 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         _optional(_get_json(client, spec.url + "/server_info")),
         _optional(_get_text(client, spec.url + "/metrics")),
     )
-    if sources and not any(rank.isdigit() for rank in sources):
+    if sources and not any(rank.isdecimal() for rank in sources):
         sources = None  # a server that answers every path alike names no rank
     families = _families(metrics or "")
     engine = Engine(spec.engine) if spec.engine else _engine(sources, server)
@@ -390,6 +390,6 @@ def _labels(families: Mapping[str, Metric], name: str) -> Mapping[str, str]:
 
 def _number(value: object) -> int | None:
     """A positive integer, however it was written; None for anything else."""
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and value.isdecimal():
         value = int(value)
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

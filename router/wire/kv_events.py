@@ -166,7 +166,7 @@ def decode_sources(body: Mapping[str, Any]) -> tuple[EventSource, ...]:
     """Read ``GET /kv_event_sources``; ranks that publish nothing are left out."""
     sources: list[EventSource] = []
     for rank, entry in body.items():
-        if not isinstance(entry, Mapping) or not str(rank).isdigit():
+        if not isinstance(entry, Mapping) or not str(rank).isdecimal():
             raise WireError(f"event source {rank!r} is not an object keyed by a rank")
         if entry.get("publisher") != "zmq" or not entry.get("enable_kv_cache_events", True):
             continue
