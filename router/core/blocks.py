@@ -6,11 +6,12 @@ hashes are mapped onto places in the chains. All of it is kept within a bound.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from router.core.adoption import Adopted
-from router.core.chains import Chains, Runs
+from router.core.chains import Chains, Run, Runs
 from router.core.forecast import Pool
 from router.core.namespaces import Namespaces
 from router.core.provisional import Provisional
@@ -19,6 +20,9 @@ from router.core.shared_pool import SharedPool
 from router.core.tables import CopyTable
 from router.core.usable import Geometry
 from router.wire.kv_events import EngineHash
+
+#: So many runs or names are let go of in one go: under a millisecond's work.
+SLICE = 512
 
 
 class Blocks:
@@ -40,6 +44,8 @@ class Blocks:
         self._ranks: dict[int, RankState] = {}
         self._radix_slots: set[int] = set()
         self._forgotten = 0
+        self._chores: deque[Iterator[None]] = deque()
+        self._is_sweeping = False
         self._lone = 0  # slot bits of ranks without a dense group (``core/lone_groups``)
 
     # --- membership -------------------------------------------------------------------------------
@@ -73,10 +79,12 @@ class Blocks:
         self._lone &= ~(1 << slot)
 
     def clear(self, slot: int) -> None:
-        """The rank holds nothing. What its groups mean stays known. Takes time in the size of the index."""
+        """The rank holds nothing. What its groups mean stays known. Takes time in what it held; what nobody holds any
+        more is let go of in slices (``tidy``).
+        """
         rank = self._ranks[slot]
         self.provisional.forget_ended(slot)
-        rank.chains.clear(slot)
+        runs = rank.chains.clear(slot)
         for table in self._sparse.values():
             table.clear(slot)
         held, rank.blocks = rank.blocks, 0
@@ -87,13 +95,11 @@ class Blocks:
             rank.pool.guard.attempt(rank.pool.cleared)
         rank.forget_waits()
         rank.adopted = Adopted()
-        sparse = [table.masks for table in self._sparse.values() if table.masks]
-        unheld = (key for chains in self._chains.values() for key in chains.unheld()) if sparse else ()
-        if any(key in masks for key in unheld for masks in sparse):
+        if any(self._is_sparse_alone(rank.chains, run) for run in runs):
             self.sweep()  # before names lose the places that tell what sparse groups still hold
         else:
-            for chains in self._chains.values():
-                chains.trim()
+            self._chores.append(self._let_go_of(rank.chains, runs))
+            self.tidy()
             self._note_forgotten(held)
 
     def _listen(self, slot: int) -> None:
@@ -107,8 +113,7 @@ class Blocks:
         """Note how many units a dense block of the rank has."""
         rank = self._ranks[slot]
         if stride != rank.stride:  # what is known by now was in lower tiers, in blocks of another size
-            rank.chains.clear(slot)
-            rank.chains.trim()
+            rank.chains.trim(rank.chains.clear(slot))
         rank.chains.members &= ~rank.bit
         rank.stride, rank.chains = stride, self._chains_of(stride)
         rank.chains.members |= rank.bit
@@ -245,19 +250,56 @@ class Blocks:
     def _note_forgotten(self, count: int) -> None:
         self._forgotten += count
         if self._forgotten > len(self) // 4 + 4096:
-            self.sweep()
+            self.sweep_soon()
+
+    # --- letting go, in slices ------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Let go of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
+        """Let go at once of names whose block nobody holds: they outlive it where ranks leave or domains differ."""
+        self.sweep_soon()
+        while self.tidy():
+            pass
+
+    def sweep_soon(self) -> None:
+        """The same, by and by."""
         self._forgotten = 0
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            self._chores.append(self._sweep())
+
+    def tidy(self, steps: int = SLICE) -> bool:
+        """Go on with what is to be let go of, so many runs or names. False: nothing is left to do."""
+        while self._chores:
+            for _ in islice(self._chores[0], steps):
+                steps -= 1
+            if not steps:
+                return True
+            self._chores.popleft()
+        return False
+
+    def _is_sparse_alone(self, chains: Chains, run: Run) -> bool:
+        """Whether sparse groups hold a block at a run's end that nobody holds in a dense one."""
+        tables = [table.masks for table in self._sparse.values() if table.masks]
+        return bool(tables) and not all(masks.keys().isdisjoint(chains.unheld(run)) for masks in tables)
+
+    def _let_go_of(self, chains: Chains, runs: Sequence[Run]) -> Iterator[None]:
+        for run in runs:
+            if not self._is_sparse_alone(chains, run):
+                chains.trim((run,))
+            yield
+
+    def _sweep(self) -> Iterator[None]:
         for names in self._names.values():
-            names.sweep(self._runs, is_sparse=self._is_sparse)
+            yield from names.sweep(self._runs, is_sparse=self._is_sparse)
         for chains in self._chains.values():
-            chains.trim()
+            for run in chains.runs():
+                chains.trim((run,))
+                yield
         if self.namespaces:
             known = set(self.provisional.dense).union(*(table.masks for table in self._sparse.values()))
             known.update(*(chains.all_keys() for chains in self._chains.values()))
             self.namespaces.forget(known.__contains__)
+        self._is_sweeping = False
 
     # --- how much it is ---------------------------------------------------------------------------
 

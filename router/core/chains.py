@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from router.core.holders import Holders
+from router.core.holders import Holders, Holdings
 from router.wire.kv_events import GPU
 
 #: Positions in a run: its longest length, and the factor between the numbers of two runs.
@@ -109,7 +109,8 @@ class Chains:
         """``runs`` are shared with the chains of other block lengths. ``members`` are the ranks' slots, as bits."""
         self._runs = runs
         self._firsts: dict[int, Run] = {}
-        self._copies: dict[tuple[int, str, int], int] = {}
+        self._copies: dict[int, dict[tuple[str, int], int]] = {}  # beyond the first, by slot, tier and place
+        self._own = Holdings[Run](lambda slot, run: any(holders.has(slot) for holders in run.all_holders()))
         self._twins: Counter[int] = Counter()
         self.members = 0
         self.has_lower = False
@@ -167,18 +168,20 @@ class Chains:
         return run is not None and self.has(place) and bool(self._gain(run, slot, at, at + 1, tier))
 
     def _gain(self, run: Run, slot: int, start: int, stop: int, tier: str) -> int:
-        twins = run.holders(tier).gain(slot, start, stop)
+        holders = run.holders(tier)
+        if not holders.has(slot):
+            self._own.add(slot, run)
+        twins = holders.gain(slot, start, stop)
         if twins:
             for offset, place in enumerate(run.places(start, stop)):
                 if twins >> offset & 1:
-                    self._count_copy((slot, tier, place), 1)
+                    self._count_copy(slot, tier, place, 1)
         return stop - start - twins.bit_count()
 
     def lose(self, slot: int, place: int, *, tier: str = GPU) -> bool:
         """Take a copy away; True if it was the rank's last there."""
-        copy = slot, tier, place
-        if copy in self._copies:
-            self._count_copy(copy, -1)
+        if (copies := self._copies.get(slot)) and (tier, place) in copies:
+            self._count_copy(slot, tier, place, -1)
             return False
         run, at = self._runs.at(place)
         if run is None or not run.holders(tier).lose(slot, at):
@@ -192,8 +195,8 @@ class Chains:
         by_run: dict[Run, list[int]] = {}
         for place in places:
             run, at = self._runs.at(place)
-            if (copy := (slot, GPU, place)) in self._copies:
-                self._count_copy(copy, -1)
+            if (copies := self._copies.get(slot)) and (GPU, place) in copies:
+                self._count_copy(slot, GPU, place, -1)
             elif run is not None and run.device.holds(slot, at):
                 by_run.setdefault(run, []).append(at)
                 lost.append(place)
@@ -202,42 +205,53 @@ class Chains:
             self._trim(run)
         return lost
 
-    def _count_copy(self, copy: tuple[int, str, int], change: int) -> None:
-        slot, tier, _ = copy
-        count = self._copies.get(copy, 0) + change
-        if count:
-            self._copies[copy] = count
-        else:
-            self._copies.pop(copy, None)
+    def _count_copy(self, slot: int, tier: str, place: int, change: int) -> None:
+        copies = self._copies.setdefault(slot, {})
+        copies[tier, place] = copies.get((tier, place), 0) + change
+        if not copies[tier, place]:
+            del copies[tier, place]
+            if not copies:
+                del self._copies[slot]
         if tier == GPU:
             self._twins[slot] += change
 
     def has_twin(self, slot: int, place: int) -> bool:
         """Whether a rank has more than one copy of a block on its device."""
-        return (slot, GPU, place) in self._copies
+        return (GPU, place) in self._copies.get(slot, ())
 
     def twins(self, slot: int) -> int:
         """Copies beyond the first that a rank has on its device, of all its blocks."""
         return self._twins[slot]
 
-    def clear(self, slot: int) -> None:
-        """Forget all a rank held. Takes time in the number of runs; ``trim`` lets go of what nobody holds then."""
-        for run in self._firsts.values():
-            for holders in run.all_holders():
+    def extra_copies(self) -> int:
+        """How often one rank has a block more than once on one tier."""
+        return sum(map(len, self._copies.values()))
+
+    def clear(self, slot: int) -> list[Run]:
+        """Forget all a rank held. Takes time in the number of runs that was of, and returns these: ``trim`` lets go of
+        what nobody holds then.
+        """
+        runs = self._own.take(slot)
+        for run in runs:
+            run.device.drop(slot)
+            for holders in run.lower.values():
                 holders.drop(slot)
-        for copy in [copy for copy in self._copies if copy[0] == slot]:
-            self._count_copy(copy, -self._copies[copy])
+        self._copies.pop(slot, None)
+        self._twins.pop(slot, None)
+        return runs
 
-    def unheld(self) -> Iterator[int]:
-        """Blocks at the ends of runs that nobody holds, whatever branches off there."""
-        for run in self._firsts.values():
-            length = max(holders.length() for holders in run.all_holders())
-            if length < len(run.keys):
-                yield from run.keys[length:]
+    def unheld(self, run: Run) -> Sequence[int]:
+        """Blocks at the end of a run that nobody holds, whatever branches off there."""
+        is_known = run.number in self._runs.by_number
+        return run.keys[max(holders.length() for holders in run.all_holders()) :] if is_known else ()
 
-    def trim(self) -> None:
+    def runs(self) -> list[Run]:
+        """All of them, those begun first first."""
+        return list(self._firsts.values())
+
+    def trim(self, runs: Iterable[Run]) -> None:
         """Let go of blocks at the ends of runs that nobody holds."""
-        for run in list(self._firsts.values()):
+        for run in runs:
             if run.number in self._runs.by_number:
                 self._trim(run)
 
@@ -280,7 +294,8 @@ class Chains:
             if self._copies:
                 for place in run.places(length, length + len(keys)):
                     for slot, tier in copies:
-                        self._count_copy((slot, tier, place), -self._copies.get((slot, tier, place), 0))
+                        if more := self._copies.get(slot, {}).get((tier, place)):
+                            self._count_copy(slot, tier, place, -more)
             self._shorten(run, length)
             if length:
                 self._trim(run)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+#: Of things that a slot began to hold so many are noted before it is looked at which of them it still holds.
+_FEW = 1024
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +29,10 @@ class Holders:
     def holds(self, slot: int, at: int) -> bool:
         """Whether a slot holds one block."""
         return at < self.cuts.get(slot, 0) or bool(self.odd.get(slot, 0) >> at & 1)
+
+    def has(self, slot: int) -> bool:
+        """Whether a slot holds anything."""
+        return slot in self.cuts or slot in self.odd
 
     def holds_first(self, slot: int, count: int) -> bool:
         """Whether a slot holds the first so many blocks."""
@@ -62,7 +71,9 @@ class Holders:
 
     def drop(self, slot: int) -> None:
         """A slot holds nothing of the run any more."""
-        self._set_bits(slot, 0)
+        self.odd.pop(slot, None)
+        if self.cuts.pop(slot, None) is not None and slot == self._longest:
+            self._longest = None
 
     def cut_to(self, length: int) -> Iterator[tuple[int, int]]:
         """Nobody holds anything from ``length`` on. Yields each slot that did, with those blocks as bits."""
@@ -102,3 +113,31 @@ class Holders:
             self._longest = None
         elif self._longest is not None and cut > self.cuts[self._longest]:
             self._longest = slot
+
+
+class Holdings(Generic[_T]):
+    """What each slot may hold something of: runs, or keys. So that a slot can be cleared in the time that its own take.
+
+    A slot's list has all that it holds, perhaps some twice, and some of what it has held.
+    """
+
+    def __init__(self, is_held: Callable[[int, _T], bool]) -> None:
+        """``is_held``: whether a slot still holds something."""
+        self._is_held = is_held
+        self._held: dict[int, list[_T]] = {}
+        self._most: dict[int, int] = {}
+
+    def add(self, slot: int, each: _T) -> None:
+        """A slot begins to hold something."""
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = []
+        if len(held) >= _FEW and len(held) >= self._most.get(slot, 0):
+            held[:] = [one for one in dict.fromkeys(held) if self._is_held(slot, one)]
+            self._most[slot] = 2 * len(held)
+        held.append(each)  # which need not be held yet
+
+    def take(self, slot: int) -> list[_T]:
+        """A slot holds nothing any more. Returns what it may have held."""
+        self._most.pop(slot, None)
+        return list(dict.fromkeys(self._held.pop(slot, ())))

@@ -26,6 +26,7 @@ class LoneGroups(TakingOver):
     def end_batch(self, slot: int) -> None:
         """A batch of a rank's events has been applied whole."""
         self.provisional.settle()
+        self.tidy()
         rank = self._ranks[slot]
         if isinstance(rank.pool, SharedPool):
             rank.pool.guard.attempt(rank.pool.batch_ended)

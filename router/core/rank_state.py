@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.core.adoption import Adopted
@@ -77,16 +77,21 @@ class Names:
         if stray is not None and not kept:
             self.strays[name] = stray
 
-    def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> None:
-        """Let go of names whose block nobody holds."""
-        for name in [name for name, place in self.places.items() if name in self.others or not runs.is_held(place)]:
-            places = self.all_places(name)
-            keys = [key for place in places if (key := runs.key(place)) is not None and is_sparse(key)]
-            self._set_places(name, [place for place in places if runs.is_held(place)])
-            if keys and name not in self.places:
-                self.strays[name] = keys[-1]
-        for name in [name for name, key in self.strays.items() if not is_sparse(key)]:
-            del self.strays[name]
+    def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> Iterator[None]:
+        """Let go of names whose block nobody holds, one by one."""
+        for name in list(self.places):
+            place = self.places.get(name)
+            if place is not None and (name in self.others or not runs.is_held(place)):
+                places = self.all_places(name)
+                keys = [key for each in places if (key := runs.key(each)) is not None and is_sparse(key)]
+                self._set_places(name, [each for each in places if runs.is_held(each)])
+                if keys and name not in self.places:
+                    self.strays[name] = keys[-1]
+            yield
+        for name in list(self.strays):
+            if (stray := self.strays.get(name)) is not None and not is_sparse(stray):
+                del self.strays[name]
+            yield
 
     def _set_places(self, name: EngineHash, places: Sequence[int]) -> None:
         self.others.pop(name, None)

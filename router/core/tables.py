@@ -6,6 +6,7 @@ event of its own: the first copy sets a rank's bit, the last one's removal clear
 
 from __future__ import annotations
 
+from router.core.holders import Holdings
 from router.core.usable import slots_of
 
 
@@ -14,45 +15,54 @@ class CopyTable:
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
-        self._more: dict[tuple[int, int], int] = {}
+        self._more: dict[int, dict[int, int]] = {}  # copies beyond the first, by slot and key
+        self._own = Holdings[int](lambda slot, key: bool(self.masks.get(key, 0) >> slot & 1))
 
     def gain(self, slot: int, key: int) -> bool:
         """Add a copy; True if it is the rank's first."""
         mask = self.masks.get(key, 0)
         bit = 1 << slot
         if mask & bit:
-            self._more[slot, key] = self._more.get((slot, key), 0) + 1
+            more = self._more.setdefault(slot, {})
+            more[key] = more.get(key, 0) + 1
             return False
         self.masks[key] = mask | bit
+        self._own.add(slot, key)
         return True
 
     def lose(self, slot: int, key: int) -> bool:
         """Take a copy away; True if it was the rank's last."""
-        more = self._more.get((slot, key))
-        if more is not None:
-            if more == 1:
-                del self._more[slot, key]
-            else:
-                self._more[slot, key] = more - 1
+        if (more := self._more.get(slot)) is not None and key in more:
+            more[key] -= 1
+            if not more[key]:
+                self._drop_copies(slot, key)
             return False
         held = bool(self.masks.get(key, 0) & (1 << slot))
         drop_bit(self.masks, key, 1 << slot)
         return held
 
     def clear(self, slot: int) -> None:
-        """Forget all a rank held. Takes time in the size of the table."""
+        """Forget all a rank held. Takes time in what that was."""
         bit = 1 << slot
-        for key in [key for key, mask in self.masks.items() if mask & bit]:
+        for key in self._own.take(slot):
             drop_bit(self.masks, key, bit)
-        for copy in [copy for copy in self._more if copy[0] == slot]:
-            del self._more[copy]
+        self._more.pop(slot, None)
+
+    def extra_copies(self) -> int:
+        """How often one rank has a block more than once: what these take besides the keys."""
+        return sum(map(len, self._more.values()))
+
+    def _drop_copies(self, slot: int, key: int) -> None:
+        more = self._more.get(slot)
+        if more is not None and more.pop(key, None) is not None and not more:
+            del self._more[slot]
 
     def discard(self, key: int) -> int:
         """Forget a block on every rank. Returns the slots that held it, as bits."""
         mask = self.masks.pop(key, 0)
         if self._more:
             for slot in slots_of(mask):
-                self._more.pop((slot, key), None)
+                self._drop_copies(slot, key)
         return mask
 
     def __contains__(self, key: int) -> bool:

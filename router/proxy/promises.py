@@ -80,7 +80,7 @@ class Promises:
         elif index.namespaces:
             index.namespaces.learn(keys, keys, seed=PLAIN)
         if index.namespaces.is_crowded:
-            index.sweep()
+            index.sweep_soon()
 
     def prompt(self, member: Member, prepared: PreparedRequest) -> Promise | None:
         """The prompt's blocks will be on this rank."""

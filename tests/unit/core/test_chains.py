@@ -91,8 +91,7 @@ class ChainsMachine(RuleBasedStateMachine):
     @rule(slot=st.sampled_from(SLOTS))
     def clear(self, slot: int) -> None:
         """A rank holds nothing any more."""
-        self.chains.clear(slot)
-        self.chains.trim()
+        self.chains.trim(self.chains.clear(slot))
         for each in [each for each in self.held if each[0] == slot]:
             del self.held[each]
 

@@ -1,0 +1,99 @@
+"""A rank's clear takes time in what the rank held, and what nobody holds then goes in slices."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.core.blocks import SLICE
+from router.core.chains import Chains
+from router.core.holders import Holders, Holdings
+from router.core.index import PrefixIndex
+from router.core.tables import CopyTable
+from router.wire.block_keys import block_keys, namespace_seed
+from router.wire.kv_events import AllBlocksCleared, BlockStored
+
+FULL = "full_attention"
+CHAINS = 4 * SLICE
+
+
+def stored(number: int, *, group: int = 0, kind: str = FULL) -> BlockStored:
+    return BlockStored((number,), None, (number, number), 2, group=group, kind=kind, window_tokens=2)
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    """Rank 0 has many short chains, rank 1 and rank 2 one each."""
+    index = PrefixIndex(block_tokens=2)
+    for slot in range(3):
+        index.add_rank(slot, domain="engine")
+    for number in range(CHAINS):
+        index.apply(0, stored(number))
+    for slot in (1, 2):
+        index.apply(slot, stored(CHAINS + slot))
+    return index
+
+
+def found(index: PrefixIndex, number: int) -> dict[int, int]:
+    keys = block_keys((number, number), block_tokens=2, parent=namespace_seed("", ""))
+    return index.reusable_tokens(keys, prompt_tokens=3)
+
+
+def test_a_clear_looks_at_nothing_of_other_ranks(index: PrefixIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of runs no more are touched than the rank has."""
+    touched: list[int] = []
+    monkeypatch.setattr(Holders, "drop", lambda _self, slot: touched.append(slot))
+    monkeypatch.setattr(Chains, "runs", lambda _self: pytest.fail("looked at all runs"))
+    index.apply(1, AllBlocksCleared())
+    assert touched == [1]
+
+
+def test_what_nobody_holds_goes_in_slices(index: PrefixIndex) -> None:
+    """It is found no more at once; its memory follows with the events of whatever rank."""
+    index.apply(0, AllBlocksCleared())
+    assert [found(index, number) for number in (0, CHAINS - 1, CHAINS + 1)] == [{}, {}, {1: 2}]
+    assert index.blocks(0) == 0
+    assert CHAINS - SLICE <= len(index) - 2 < CHAINS
+    for _ in range(CHAINS // SLICE):
+        index.end_batch(1)
+    assert len(index) == 2
+
+
+def test_what_is_stored_meanwhile_stays(index: PrefixIndex) -> None:
+    """The rank goes on at once, and others store what has not been let go of yet."""
+    index.apply(0, AllBlocksCleared())
+    index.apply(0, stored(CHAINS - 1))
+    index.apply(2, stored(CHAINS - 2))
+    while index.tidy():
+        pass
+    assert [found(index, CHAINS - at) for at in (1, 2, 3)] == [{0: 2}, {2: 2}, {}]
+    assert len(index) == 4
+    index.sweep()
+    assert len(index._names["engine"].places) == 4
+
+
+def test_a_table_forgets_a_rank_by_its_own_keys() -> None:
+    """Copies included; what others have, and what was gained and lost many times, is no matter."""
+    table = CopyTable()
+    for key in range(5000):
+        table.gain(1, key)
+    for key in range(3):
+        for _ in range(4000):
+            table.gain(0, key)
+            table.lose(0, key)
+        table.gain(0, key)
+        table.gain(0, key)
+    table.clear(0)
+    assert table.keys_of(0) == frozenset()
+    assert len(table.keys_of(1)) == 5000
+    assert table.extra_copies() == 0
+
+
+def test_what_a_slot_has_held_is_not_noted_for_ever() -> None:
+    """A slot that gains and loses the same things has a list that follows what it holds."""
+    held = {1, 2}
+    holdings = Holdings[int](lambda _slot, each: each in held)
+    for number in range(100_000):
+        holdings.add(7, number % 5)
+    assert len(holdings._held[7]) <= 2048
+    assert {1, 2} <= set(holdings.take(7))
+    assert holdings.take(7) == []
