@@ -1,8 +1,9 @@
 """Replay a capture through the code the router runs, and compare what it predicts with what the engine reports.
 
 The router under test is given what a router would have: messages at the time they arrived, its own requests from the
-moment they were sent, their tokens as they had come, resets made through it. Each request goes to the rank that served
-it; where that was is not judged here, only how much of the prompt was expected to be there.
+moment they were sent, their tokens as they had come, resets made through it, the groups of layers that its probe of a
+new worker shows. Each request goes to the rank that served it; where that was is not judged here, only how much of the
+prompt was expected to be there.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ class _Replay:
                 max_running_requests=capture.max_running_requests,
                 retention_tokens=capture.retention_tokens,
             )
+            for index in self._fleet.indexes(min(models)):
+                index.meet(slot, _probed(capture.frames, rank))
             self._fleet.set_status(slot, RankStatus.READY)
         self._all_slots = frozenset(self._slots.values())
         self._streams = {rank: Continuity(has_replay=False, has_snapshot=False) for rank in ranks}
@@ -233,6 +236,18 @@ def _in_order(replay: _Replay, capture: Capture) -> Sequence[tuple[float, Callab
         happenings.append((max(request.at + _MOMENT, request.finished_at), 3, partial(replay.finish, number, request)))
     start = min((at for at, _, _ in happenings), default=0.0)
     return [(at - start, happen) for at, _, happen in sorted(happenings, key=lambda item: item[:2])]
+
+
+def _probed(frames: Sequence[Frame], rank: int) -> Sequence[BlockStored]:
+    """Events that show what groups of layers a rank has. A router knows before the first request: the chat that it
+    sends as a worker registers (``fleet/parity``) makes the rank tell of each.
+    """
+    groups: dict[int, BlockStored] = {}
+    for event in (event for frame in frames if frame.rank == rank and frame.batch for event in frame.batch.events):
+        known = groups.get(event.group) if isinstance(event, BlockStored) else None
+        if isinstance(event, BlockStored) and (known is None or event.block_tokens > known.block_tokens):
+            groups[event.group] = event
+    return list(groups.values())
 
 
 def _groups(frames: Sequence[Frame]) -> Sequence[Group]:
