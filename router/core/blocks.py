@@ -62,11 +62,9 @@ class Blocks:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
         names = self._names.setdefault(domain, Names())
         self._ranks[slot] = RankState(
-            1 << slot, names, geometry or Geometry(), self._chains_of(1), pool, retention_tokens=retention_tokens
+            1 << slot, names, geometry or Geometry(), self._chains_of(1), given=pool, retention_tokens=retention_tokens
         )
-        if pool is not None and geometry is not None:
-            pool.recomputed_blocks = int(geometry.eagle)
-        self._listen(slot)
+        self._take_pool(slot, pool)
         if pool is not None and pool.is_radix:
             self._radix_slots.add(slot)
         self._set_stride(slot, 1)
@@ -101,6 +99,18 @@ class Blocks:
             self._chores.append(self._let_go_of(rank.chains, runs))
             self.tidy()
             self._note_forgotten(held)
+
+    def _take_pool(self, slot: int, pool: Pool | None) -> None:
+        rank = self._ranks[slot]
+        rank.pool = pool
+        if pool is not None:
+            pool.recomputed_blocks = int(rank.geometry.eagle)
+        self._listen(slot)
+
+    def _renew_pool(self, slot: int) -> None:
+        """The rank has a pool like the one it had at first, of which nothing is known."""
+        given = self._ranks[slot].given
+        self._take_pool(slot, None if given is None else given.anew())
 
     def _listen(self, slot: int) -> None:
         if (pool := self._ranks[slot].pool) is not None:

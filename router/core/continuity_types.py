@@ -22,6 +22,10 @@ class Cause(StrEnum):
     OVERFLOW = "overflow"  # more was held than may be
 
 
+#: After these another process may publish: its cache may be laid out in another way.
+MAY_BE_ANOTHER = frozenset({Cause.RESTART, Cause.CHECK, Cause.REPLAY})
+
+
 class ReplayResult(StrEnum):
     """How a replay ended. A label of ``homing_kv_event_replays_total``."""
 

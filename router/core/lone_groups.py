@@ -42,6 +42,20 @@ class LoneGroups(TakingOver):
         for event in events:
             self._store_lone(rank, slot, event)
 
+    def _end_lone(self, rank: RankState, slot: int) -> None:
+        """There is a dense group after all: its events will tell which blocks they are that were placed without it."""
+        rank.is_lone, self._lone = False, self._lone & ~rank.bit
+        rank.blocks = 0
+        for name, key in rank.names.strays.items():
+            for group in rank.rules:
+                table = self._sparse[group]
+                while table.masks.get(key, 0) & rank.bit:
+                    table.lose(slot, key)
+                    rank.wait_for_name(name, group)
+        for group in rank.rules:
+            self._sparse[group].clear(slot)
+        self._renew_pool(slot)
+
     def _store_lone(self, rank: RankState, slot: int, event: BlockStored) -> None:
         rule, table = rank.rules[event.group], self._sparse[event.group]
         keys, end = self._span(rank, slot, event)

@@ -113,7 +113,8 @@ class RankState:
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
-    ``met`` tells of each group what its first event did.
+    ``met`` tells of each group what its first event did. ``given`` is the pool as it was at first, for one like it.
+    ``is_contradicted``: a later event said otherwise, and nobody was told yet.
     """
 
     bit: int
@@ -121,6 +122,7 @@ class RankState:
     geometry: Geometry
     chains: Chains
     pool: Pool | SharedPool | None = None
+    given: Pool | None = None
     adopted: Adopted = field(default_factory=Adopted)
     has_tails: bool = False
     blocks: int = 0
@@ -135,6 +137,7 @@ class RankState:
     unplaced: list[BlockStored] = field(default_factory=list)
     met: dict[int, BlockStored] = field(default_factory=dict)
     is_lone: bool = False
+    is_contradicted: bool = False
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()
     orphan_blocks: int = 0
@@ -210,6 +213,13 @@ class RankState:
             waiting.remove(group)
             if not waiting:
                 del self.unnamed[name]
+
+    def forget_groups(self) -> None:
+        """Of no group is anything known."""
+        self.met.clear()
+        self.dense_group, self.is_lone, self.has_tails = None, False, False
+        self.rules, self.segment_tokens, self.align = {}, {}, 1
+        self.reported = ()
 
     def forget_waits(self) -> None:
         """Nothing is waited for."""

@@ -8,16 +8,15 @@ where they belong (``core/adoption``): no position is ever guessed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from router.core.lone_groups import LoneGroups
+from router.core.groups import Groups
 from router.core.provisional import DENSE
 from router.core.radix_pool import RadixPool
 from router.core.rank_state import RankState, keys_of_event
 from router.core.shared_pool import SharedPool
-from router.core.usable import Kind, Rule, rule_of
+from router.core.usable import Kind
 from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, Event, tier_of
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
@@ -27,7 +26,7 @@ FEW_ORPHANS = 1024
 ORPHANS_SHARE = 16
 
 
-class Residency(LoneGroups):
+class Residency(Groups):
     """Blocks, as events bring and take them."""
 
     # --- events -----------------------------------------------------------------------------------
@@ -50,99 +49,21 @@ class Residency(LoneGroups):
 
     def _store(self, slot: int, event: BlockStored) -> None:
         rank = self._ranks[slot]
-        if event.group != rank.dense_group and event.group not in rank.rules:
-            self._meet_group(rank, slot, event)
-        elif event.block_tokens > rank.met[event.group].block_tokens:
-            self._meet_anew(rank, slot, event)
+        if self._is_news(rank, event):
+            self._learn_group(rank, slot, event)
+            if rank.dense_group is not None:
+                early, rank.unplaced = rank.unplaced, []
+                for each in early:
+                    self._store_sparse(rank, slot, each)
         if event.group == rank.dense_group:
-            if event.is_dense and event.block_tokens == rank.stride * self.block_tokens:
+            if not event.hashes or not event.is_dense:
+                pass
+            elif event.block_tokens == rank.stride * self.block_tokens:
                 self._store_dense(rank, slot, event)
-            elif event.is_dense and event.block_tokens == self.block_tokens:
+            elif event.block_tokens == self.block_tokens:
                 self._store_tail(rank, slot, event)
         elif rank.rules[event.group].kind is not Kind.UNUSED:
             self._store_sparse(rank, slot, event)
-
-    def met(self, slot: int) -> Sequence[BlockStored]:
-        """What a rank's groups are, as events of no blocks."""
-        return list(self._ranks[slot].met.values())
-
-    def meet(self, slot: int, groups: Iterable[BlockStored]) -> None:
-        """What a rank's groups are, where another index has met them. Of one whose prompts' ends are found inside a
-        block the first event that is heard here may tell of such an end.
-        """
-        for event in groups:
-            self._meet_group(self._ranks[slot], slot, event)
-
-    def _meet_anew(self, rank: RankState, slot: int, event: BlockStored) -> None:
-        """What was heard of a group so far were prompts' ends inside its blocks: who begins to listen late hears those
-        first. What they were taken for goes, of all groups that were alike.
-        """
-        before = rank.met[event.group].block_tokens
-        met = [
-            replace(each, block_tokens=event.block_tokens) if each.block_tokens == before else each
-            for each in rank.met.values()
-        ]
-        if rank.rules:
-            rank.pool = None
-        self.clear(slot)
-        rank.dense_group, rank.rules, rank.has_tails = None, {}, False
-        rank.met.clear()
-        self.meet(slot, met)
-
-    def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
-        """A group's first event tells what it is. The first dense one carries the chains."""
-        rank.met[event.group] = replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None)
-        rule = self._rule(rank, event)
-        if rule.kind is Kind.DENSE and rank.dense_group is None:
-            rank.dense_group = event.group
-            self._set_stride(slot, rule.stride)
-            rank.is_lone, self._lone = False, self._lone & ~rank.bit
-        else:
-            rank.rules[event.group] = rule
-        rank.align = math.lcm(
-            rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
-        )
-        self._share_pool(rank)
-        if rank.dense_group is not None:
-            for units in rank.adopted.resumed:
-                self._resume(rank, slot, units)
-            early, rank.unplaced = rank.unplaced, []
-            for each in early:
-                self._store_sparse(rank, slot, each)
-
-    def _share_pool(self, rank: RankState) -> None:
-        """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""
-        rules, pool = rank.rules.values(), rank.pool
-        if pool is None or not rules:
-            return
-        if pool.is_radix or rank.has_tails or not all(rule.kind in (Kind.WINDOW, Kind.CHUNK) for rule in rules):
-            rank.pool = None
-        elif rank.dense_group is not None:
-            if any(rule.stride != rank.stride for rule in rules):
-                rank.pool = None
-            elif isinstance(pool, SharedPool):
-                pool.guard.attempt(pool.meet, rank.rules)
-            else:
-                rank.pool = pool.guard.attempt(
-                    SharedPool,
-                    rank.rules,
-                    rank.segment_tokens,
-                    dense_group=rank.dense_group,
-                    block_tokens=rank.stride * self.block_tokens,
-                    blocks=pool.all_blocks,
-                    cached=pool.cached(),
-                    guard=pool.guard,
-                    recomputed_blocks=pool.recomputed_blocks,
-                )
-
-    def _rule(self, rank: RankState, event: BlockStored) -> Rule:
-        return rule_of(
-            event.kind,
-            window_tokens=event.window_tokens,
-            block_tokens=event.block_tokens,
-            unit_tokens=self.block_tokens,
-            geometry=rank.geometry,
-        )
 
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
         parent = None if event.parent is None else self._place(rank, event.parent)

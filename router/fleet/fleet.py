@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from router.core.breaker import BreakerParameters, Breakers
+from router.core.continuity_types import MAY_BE_ANOTHER
 from router.core.forecast import Pool
 from router.core.fullness import FullRanks
 from router.core.index import PrefixIndex
@@ -233,8 +234,8 @@ class Fleet:
     def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:
         """Bring a rank's events into its index.
 
-        False: a group with smaller blocks turned up, so the picture so far was thrown away and the rank's events
-        must be read again from their start.
+        False: a group with smaller blocks turned up, or one that is not what it was, so the picture so far was thrown
+        away and the rank's events must be read again from their start.
         """
         member = self._members[slot]
         if member.held is not None:
@@ -254,6 +255,7 @@ class Fleet:
                 member.index.apply(slot, event)
         if member.index is not None:
             member.index.end_batch(slot)
+            whole = not member.index.was_contradicted(slot) and whole
         member.stored_events += counts.get(BlockStored.__name__, 0)
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
@@ -290,7 +292,9 @@ class Fleet:
         member.held = None
         member.stored_events = 0
         if member.index is not None:
-            member.index.clear(slot)
+            begin = member.index.begin_anew if cause in MAY_BE_ANOTHER else member.index.clear
+            begin(slot)
+            member.applied_before = member.index.applied_blocks(slot)
         self.texts.forget(slot)
         self._metrics.resyncs.labels(*member.labels, cause).inc()
         self._measure(member)
@@ -314,6 +318,7 @@ class Fleet:
             self._indexes[key].on_failed_forecast = self._note_failed_forecast
         member.index = self._indexes[key]
         member.block_tokens = block_tokens
+        member.applied_before = 0
         geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)
         blocks = member.pool_tokens // block_tokens if member.pool_tokens else None
         if blocks and member.target.engine is Engine.VLLM:

@@ -54,7 +54,9 @@ class Member:
     index: PrefixIndex | None = None
     block_tokens: int | None = None
     held: HeldBack | None = None
+    #: Since its picture was last thrown away, and what had been entered in the index until then.
     stored_events: int = 0
+    applied_before: int = 0
     cards: Mapping[str, ModelCard] = field(default_factory=dict)
     #: It computes prompts only. Asked for several times a request.
     is_prefill: bool = field(init=False)
@@ -71,7 +73,7 @@ class Member:
     def is_deaf(self) -> bool:
         """Store events arrive, and not one block of them could be entered: something does not fit."""
         applied = self.index.applied_blocks(self.slot) if self.index is not None else 0
-        return self.stored_events >= DEAF_EVENTS and not applied
+        return self.stored_events >= DEAF_EVENTS and applied <= self.applied_before
 
     @property
     def labels(self) -> tuple[str, str]:

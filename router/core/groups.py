@@ -1,0 +1,139 @@
+"""What a rank's groups of layers are: each one's first event tells.
+
+What was learnt goes when events say otherwise, or when another process may have taken the worker's place: it may have
+other groups, other windows, blocks of another size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from router.core.lone_groups import LoneGroups
+from router.core.rank_state import RankState
+from router.core.shared_pool import SharedPool
+from router.core.usable import Kind, Rule, rule_of
+from router.wire.kv_events import BlockStored
+
+
+class Groups(LoneGroups):
+    """The rules of each rank's groups, and which of them is the dense one that carries the chains."""
+
+    def begin_anew(self, slot: int) -> None:
+        """The rank may be another process: it holds nothing, and what its groups are is not known."""
+        self.clear(slot)
+        rank = self._ranks[slot]
+        rank.forget_groups()
+        self._lone &= ~rank.bit
+        self._set_stride(slot, 1)
+        self._renew_pool(slot)
+
+    def met(self, slot: int) -> Sequence[BlockStored]:
+        """What a rank's groups are, as events of no blocks."""
+        return list(self._ranks[slot].met.values())
+
+    def meet(self, slot: int, groups: Iterable[BlockStored]) -> None:
+        """What a rank's groups are, where another index has met them. Of one whose prompts' ends are found inside a
+        block the first event that is heard here may tell of such an end.
+        """
+        for event in groups:
+            self._meet_group(self._ranks[slot], slot, event)
+
+    def was_contradicted(self, slot: int) -> bool:
+        """Whether a group has turned out to be another since this was last asked. What was told before that is lost."""
+        rank = self._ranks[slot]
+        found, rank.is_contradicted = rank.is_contradicted, False
+        return found
+
+    def _is_news(self, rank: RankState, event: BlockStored) -> bool:
+        """Whether an event tells more of its group than is known, or otherwise."""
+        met = rank.met.get(event.group)
+        return met is None or event.block_tokens > met.block_tokens or not _is_alike(met, event)
+
+    def _learn_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        met = rank.met.get(event.group)
+        if met is None:
+            self._meet_group(rank, slot, event)
+        elif _is_alike(met, event):
+            self._meet_anew(rank, slot, event)
+        else:  # a process that has restarted unseen
+            self.begin_anew(slot)
+            rank.is_contradicted = True
+            self._meet_group(rank, slot, event)
+
+    def _meet_anew(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """What was heard of a group so far were prompts' ends inside its blocks: who begins to listen late hears those
+        first. What they were taken for goes, of all groups that were alike.
+        """
+        before = rank.met[event.group].block_tokens
+        met = [
+            replace(each, block_tokens=event.block_tokens) if each.block_tokens == before else each
+            for each in rank.met.values()
+        ]
+        if rank.rules:
+            rank.pool = None
+        self.clear(slot)
+        rank.dense_group, rank.rules, rank.has_tails = None, {}, False
+        rank.met.clear()
+        self.meet(slot, met)
+
+    def _meet_group(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """The first dense one carries the chains."""
+        rank.met[event.group] = replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None)
+        rule = self._rule(rank, event)
+        if rule.kind is Kind.DENSE and rank.dense_group is None:
+            if rank.is_lone:
+                self._end_lone(rank, slot)
+            rank.dense_group = event.group
+            self._set_stride(slot, rule.stride)
+        else:
+            rank.rules[event.group] = rule
+        rank.align = math.lcm(
+            rank.stride, *(rule.stride for rule in rank.rules.values() if rule.kind is not Kind.UNUSED)
+        )
+        self._share_pool(rank)
+        if rank.dense_group is not None:
+            for units in rank.adopted.resumed:
+                self._resume(rank, slot, units)
+
+    def _share_pool(self, rank: RankState) -> None:
+        """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""
+        rules, pool = rank.rules.values(), rank.pool
+        if pool is None or not rules:
+            return
+        if pool.is_radix or rank.has_tails or not all(rule.kind in (Kind.WINDOW, Kind.CHUNK) for rule in rules):
+            rank.pool = None
+        elif rank.dense_group is not None:
+            if any(rule.stride != rank.stride for rule in rules):
+                rank.pool = None
+            elif isinstance(pool, SharedPool):
+                pool.guard.attempt(pool.meet, rank.rules)
+            else:
+                rank.pool = pool.guard.attempt(
+                    SharedPool,
+                    rank.rules,
+                    rank.segment_tokens,
+                    dense_group=rank.dense_group,
+                    block_tokens=rank.stride * self.block_tokens,
+                    blocks=pool.all_blocks,
+                    cached=pool.cached(),
+                    guard=pool.guard,
+                    recomputed_blocks=pool.recomputed_blocks,
+                )
+
+    def _rule(self, rank: RankState, event: BlockStored) -> Rule:
+        return rule_of(
+            event.kind,
+            window_tokens=event.window_tokens,
+            block_tokens=event.block_tokens,
+            unit_tokens=self.block_tokens,
+            geometry=rank.geometry,
+        )
+
+
+def _is_alike(met: BlockStored, event: BlockStored) -> bool:
+    """Whether they may be of one group: what an event leaves out says nothing."""
+    is_other_kind = event.kind != met.kind and None not in (event.kind, met.kind)
+    is_other_window = event.window_tokens != met.window_tokens and None not in (event.window_tokens, met.window_tokens)
+    return not is_other_kind and not is_other_window
