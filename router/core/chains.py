@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,6 +23,7 @@ from router.wire.kv_events import GPU
 
 #: Positions in a run: its longest length, and the factor between the numbers of two runs.
 RUN_BLOCKS = 1 << 22
+_FEW_RUNS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,8 @@ class Run:
     """Blocks one behind the other, by chain key. ``parent`` is where it begins: behind a block of another run.
 
     ``device`` are its holders in accelerator memory, ``lower`` those of each tier under it. ``floor`` is the length up
-    to which other runs need it; ``branches`` are these by where they begin, those stored first first.
+    to which other runs need it; ``branches`` are these by where they begin, those stored first first. ``is_used``: it
+    was asked for, or stored again, since its turn to be forgotten came last.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Run:
     branches: dict[int, dict[Run, None]] = field(default_factory=dict)
     floor: int = 0
     has_lost_its_end: bool = False
+    is_used: bool = False
 
     def holders(self, tier: str) -> Holders:
         """Those of one tier."""
@@ -109,6 +112,7 @@ class Chains:
         """``runs`` are shared with the chains of other block lengths. ``members`` are the ranks' slots, as bits."""
         self._runs = runs
         self._firsts: dict[int, Run] = {}
+        self._turns: deque[Run] = deque()  # whose it is to be forgotten, some of them gone
         self._copies: dict[int, dict[tuple[str, int], int]] = {}  # beyond the first, by slot, tier and place
         self._own = Holdings[Run](lambda slot, run: any(holders.has(slot) for holders in run.all_holders()))
         self._twins: Counter[int] = Counter()
@@ -159,6 +163,9 @@ class Chains:
             run.branches.setdefault(stop, {})[added] = None
             run.floor = max(run.floor, stop)
         self._firsts[keys[0]] = added
+        self._turns.append(added)
+        if len(self._turns) > 2 * len(self._firsts) + _FEW_RUNS:
+            self._turns = deque(each for each in self._turns if each.number in self._runs.by_number)
         return added, 0, len(keys)
 
     def gain(self, slot: int, place: int, *, tier: str = GPU) -> bool:
@@ -276,15 +283,13 @@ class Chains:
                 self._trim(parent)
 
     def evict(self, count: int) -> Iterator[tuple[Sequence[int], dict[int, int]]]:
-        """Forget up to ``count`` blocks: the oldest run's last branch first, from its end, so that no block is left
-        without the ones before it.
+        """Forget up to ``count`` blocks: of runs that nobody asks for first, the last branch from its end, so that no
+        block is left without the ones before it.
 
         Yields the keys of each stretch, and which of them each slot held on its device, as bits.
         """
         while count > 0 and self._firsts:
-            run = next(iter(self._firsts.values()))
-            while run.floor == len(run.keys):
-                run = next(iter(run.branches[run.floor]))
+            run = self._next_to_go()
             length = max(run.floor, len(run.keys) - count)
             keys = run.keys[length:]
             count -= len(keys)
@@ -301,6 +306,22 @@ class Chains:
                 self._trim(run)
             yield keys, lost
 
+    def _next_to_go(self) -> Run:
+        """The oldest run that was not used since its last turn, or what is behind it; those that were used get another
+        turn (second chance).
+        """
+        while True:
+            first = run = self._turns[0]
+            if run.number not in self._runs.by_number:
+                self._turns.popleft()
+                continue
+            while run.floor == len(run.keys):
+                run = next(iter(run.branches[run.floor]))
+            if not (run.is_used or first.is_used):
+                return run
+            first.is_used = False
+            self._turns.rotate(-1)
+
     # --- lookup ---------------------------------------------------------------------------------------
 
     def path(self, keys: Sequence[int], *, limit: int) -> list[Step]:
@@ -310,6 +331,7 @@ class Chains:
     def _path(self, keys: Sequence[int], at: int, limit: int) -> Iterator[Step]:
         while at < limit and (run := self._firsts.get(keys[at])) is not None:
             shared = _shared(run.keys, 0, keys, at, limit)
+            run.is_used = True
             yield at, run, shared
             at += shared
 

@@ -97,3 +97,29 @@ def test_what_a_slot_has_held_is_not_noted_for_ever() -> None:
     assert len(holdings._held[7]) <= 2048
     assert {1, 2} <= set(holdings.take(7))
     assert holdings.take(7) == []
+
+
+def test_what_is_asked_for_stays_when_the_index_is_full() -> None:
+    """A head that is looked up between prompts that nobody sends again outlives all of them, wherever it was stored."""
+    index = PrefixIndex(block_tokens=2, max_blocks=1000)
+    index.add_rank(0, domain="engine")
+    head = [7] * 2 * 100
+    keys = block_keys(head, block_tokens=2, parent=namespace_seed("", ""))
+    for number in range(1, 60):
+        tokens = head if number == 5 else [100 + number] * 2 * 100
+        index.apply(0, BlockStored(tuple(range(100 * number, 100 * number + 100)), None, tokens, 2, kind=FULL))
+        if number > 5:
+            assert index.reusable_tokens(keys, prompt_tokens=201) == {0: 200}
+    assert len(index) == 1000
+
+
+def test_what_was_asked_for_once_goes_in_its_turn() -> None:
+    """Nothing is kept for having been used long ago; turns of what is gone are not kept either."""
+    index = PrefixIndex(block_tokens=2, max_blocks=100)
+    index.add_rank(0, domain="engine")
+    index.apply(0, stored(1))
+    assert found(index, 1) == {0: 2}
+    for number in range(2, 5000):
+        index.apply(0, stored(number))
+    assert [found(index, number) for number in (1, 4890, 4999)] == [{}, {}, {0: 2}]
+    assert len(index._chains[1]._turns) <= 2 * 100 + 1024
