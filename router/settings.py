@@ -49,7 +49,7 @@ def _check_tls(door: _WithTls) -> _WithTls:
 class WorkerSpec(_Slice):
     """One worker as an operator names it. Only ``url`` is needed: the rest is asked of the worker."""
 
-    url: str = Field(description="http://host:port, or https, with a path if its API is not at the root.")
+    url: str = Field(description="Scheme, host and port; and a path, if its API is not at the root.")
     id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] = Field(
         default=None, description="Name in metrics and headers; default: host:port."
     )
