@@ -22,9 +22,9 @@ from setuptools.errors import CCompilerError
 #: which the simulator derives from, and ``eager``, whose coroutine must be an interpreted one.
 COMPILED = {
     "router/core": (
-        "breaker chunked_prefill cost draining fair_queue forecast fullness guard index keys load namespaces pace pd "
-        "policy provisional radix_forecast radix_pool radix_requests rank_state recency retry ring seen session tables "
-        "usable ways"
+        "breaker chunked_prefill cost draining fair_queue forecast fullness guard index keys load names namespaces "
+        "pace pd policy provisional radix_forecast radix_pool radix_requests rank_state recency retry ring seen "
+        "session tables usable ways"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (

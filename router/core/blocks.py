@@ -7,15 +7,16 @@ hashes are mapped onto places in the chains. All of it is kept within a bound.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from router.core.adoption import Adopted
 from router.core.chains import Chains, Run, Runs
 from router.core.forecast import Pool
+from router.core.names import Names, NameTable
 from router.core.namespaces import Namespaces
 from router.core.provisional import Provisional
-from router.core.rank_state import Names, RankState
+from router.core.rank_state import RankState
 from router.core.shared_pool import SharedPool
 from router.core.tables import CopyTable
 from router.core.usable import Geometry
@@ -40,7 +41,7 @@ class Blocks:
         self._runs = Runs()
         self._chains: dict[int, Chains] = {}
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
-        self._names: dict[str, Names] = {}
+        self._names: dict[str, NameTable] = {}
         self._ranks: dict[int, RankState] = {}
         self._radix_slots: set[int] = set()
         self._forgotten = 0
@@ -60,7 +61,7 @@ class Blocks:
         retention_tokens: int | None = None,
     ) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
-        names = self._names.setdefault(domain, Names())
+        names = Names(self._names.setdefault(domain, NameTable()))
         self._ranks[slot] = RankState(
             1 << slot, names, geometry or Geometry(), self._chains_of(1), given=pool, retention_tokens=retention_tokens
         )
@@ -93,6 +94,7 @@ class Blocks:
             rank.pool.guard.attempt(rank.pool.cleared)
         rank.forget_waits()
         rank.adopted = Adopted()
+        self._chores.append(rank.names.rejoin())
         if any(self._is_sparse_alone(rank.chains, run) for run in runs):
             self.sweep()  # before names lose the places that tell what sparse groups still hold
         else:
@@ -233,7 +235,7 @@ class Blocks:
         """The rank gave up blocks, all of them known and each named once (None: they are not). Returns the keys of what
         it has no copy of any more. In any order it takes time in their number.
         """
-        places = [place for name in names if (place := rank.names.places.get(name)) is not None]
+        places = rank.names.places(names)
         keys = {place: key for place in places if (key := self._runs.key(place)) is not None}
         if len(keys) < len(names) or self.namespaces or rank.orphans or rank.adopted.is_used:
             return None
@@ -251,8 +253,45 @@ class Blocks:
     # --- names --------------------------------------------------------------------------------------
 
     def _key(self, rank: RankState, name: EngineHash) -> int | None:
-        place = rank.names.places.get(name)
-        return rank.names.strays.get(name) if place is None else self._runs.key(place)
+        place = rank.names.place(name)
+        return rank.names.stray(name) if place is None else self._runs.key(place)
+
+    def _learn(
+        self, rank: RankState, slot: int, names: Sequence[EngineHash], places: Iterable[int], *, fresh: int
+    ) -> None:
+        """Blocks were stored under these names; the last ``fresh`` of them nobody had known."""
+        common = rank.names.common.places
+        if rank.names.own is None and (fresh < len(names) or not common.keys().isdisjoint(names)):
+            places = list(places)
+            before = [*map(common.get, names)]
+            if before != places and self._are_at_odds(slot, before, places, fresh=fresh):
+                rank.names.part()
+        rank.names.learns.learn(names, places, keeps_others=bool(self.namespaces))
+
+    def _are_at_odds(self, slot: int, before: Sequence[int | None], places: Sequence[int], *, fresh: int) -> bool:
+        """Whether names are those of other blocks on other ranks (of places ``before``), or other ones for blocks that
+        others have named.
+        """
+        for at, (known, place) in enumerate(zip(before, places, strict=True)):
+            if known is None:
+                is_odd = at < len(places) - fresh and not self.namespaces and self._runs.is_held_beside(slot, place)
+            else:
+                is_odd = known != place and self._runs.is_held_beside(slot, known) and not self._are_alike(known, place)
+            if is_odd:
+                return True
+        return False
+
+    def _are_alike(self, place: int, other: int) -> bool:
+        """Whether two places are of one text, which the rank's events tell of by one name (``core/namespaces``)."""
+        key = self._runs.key(place)
+        return key is not None and self._runs.key(other) in self.namespaces.alike(key)
+
+    def _note_stray(self, rank: RankState, name: EngineHash, key: int) -> None:
+        """A sparse group holds a block that has no place."""
+        known = rank.names.stray(name)
+        if known not in (None, key) and any(t.masks.get(known, 0) & ~rank.bit for t in self._sparse.values()):
+            rank.names.part()
+        rank.names.learns.strays[name] = key
 
     def _is_sparse(self, key: int) -> bool:
         return any(key in table for table in self._sparse.values())
@@ -299,7 +338,8 @@ class Blocks:
             yield
 
     def _sweep(self) -> Iterator[None]:
-        for names in self._names.values():
+        own = [rank.names.own for rank in self._ranks.values() if rank.names.own is not None]
+        for names in (*self._names.values(), *own):
             yield from names.sweep(self._runs, is_sparse=self._is_sparse)
         for chains in self._chains.values():
             for run in chains.runs():

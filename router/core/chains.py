@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from router.core.holders import Holders, Holdings
+from router.core.holders import Holders, Holdings, joint_cuts
 from router.wire.kv_events import GPU
 
 #: Positions in a run: its longest length, and the factor between the numbers of two runs.
@@ -94,6 +94,11 @@ class Runs:
             return run is not None and at > 0 and place == before + 1
         parent, stop = run.parent
         return before == parent.places(stop - 1, stop)[0]
+
+    def is_held_beside(self, slot: int, place: int) -> bool:
+        """Whether a rank other than this one holds a block, on whatever tier."""
+        run, at = self.at(place)
+        return run is not None and any(holders.any_holds(at, beside=slot) for holders in run.all_holders())
 
     def is_held(self, place: int) -> bool:
         """Whether any rank holds a block, on whatever tier."""
@@ -342,7 +347,7 @@ class Chains:
         """
         found: dict[int, int] = {}
         for start, run, shared in path:
-            cuts = _joint_cuts(run) if below and run.lower else run.device.cuts
+            cuts = joint_cuts(run.all_holders()) if below and run.lower else run.device.cuts
             if not start:
                 is_whole = shared == len(run.keys)
                 found = dict(cuts) if is_whole else {slot: min(cut, shared) for slot, cut in cuts.items()}
@@ -379,15 +384,6 @@ class Chains:
     def all_keys(self) -> set[int]:
         """Every block that is known."""
         return set(chain.from_iterable(run.keys for run in self._firsts.values()))
-
-
-def _joint_cuts(run: Run) -> dict[int, int]:
-    """Blocks from a run's start that each slot holds on the device or below."""
-    joint = Holders()
-    for holders in run.all_holders():
-        for slot in {*holders.cuts, *holders.odd}:
-            joint.add(slot, holders.bits(slot))
-    return joint.cuts
 
 
 def _shared(run: Sequence[int], offset: int, keys: Sequence[int], at: int, limit: int) -> int:

@@ -90,10 +90,13 @@ class Holders:
         longest = 0 if self._longest is None else self.cuts[self._longest]
         return max(longest, *(bits.bit_length() for bits in self.odd.values())) if self.odd else longest
 
-    def any_holds(self, at: int) -> bool:
-        """Whether anybody holds one block."""
-        length = self.length()
-        return at < length and (not self.odd or any(self.holds(slot, at) for slot in (*self.cuts, *self.odd)))
+    def any_holds(self, at: int, *, beside: int | None = None) -> bool:
+        """Whether anybody holds one block, ``beside`` some slot."""
+        if at >= self.length():
+            return False
+        if beside is None and not self.odd:
+            return True
+        return any(self.holds(slot, at) for slot in (*self.cuts, *self.odd) if slot != beside)
 
     def _set_bits(self, slot: int, bits: int) -> None:
         cut = (bits + 1 & ~bits).bit_length() - 1
@@ -113,6 +116,15 @@ class Holders:
             self._longest = None
         elif self._longest is not None and cut > self.cuts[self._longest]:
             self._longest = slot
+
+
+def joint_cuts(tiers: Iterable[Holders]) -> dict[int, int]:
+    """Blocks from a run's start that each slot holds on one tier or another."""
+    joint = Holders()
+    for holders in tiers:
+        for slot in {*holders.cuts, *holders.odd}:
+            joint.add(slot, holders.bits(slot))
+    return joint.cuts
 
 
 class Holdings(Generic[_T]):

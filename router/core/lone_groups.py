@@ -46,7 +46,7 @@ class LoneGroups(TakingOver):
         """There is a dense group after all: its events will tell which blocks they are that were placed without it."""
         rank.is_lone, self._lone = False, self._lone & ~rank.bit
         rank.blocks = 0
-        for name, key in rank.names.strays.items():
+        for name, key in rank.names.strays().items():
             for group in rank.rules:
                 table = self._sparse[group]
                 while table.masks.get(key, 0) & rank.bit:
@@ -66,7 +66,7 @@ class LoneGroups(TakingOver):
         for name, key in zip(event.hashes[len(event.hashes) - count :], keys, strict=False):
             if len(table.masks) >= self.max_blocks and key not in table:
                 self._forget_oldest(table)
-            rank.names.strays[name] = key
+            self._note_stray(rank, name, key)
             rank.blocks += table.gain(slot, key)
             rank.applied_blocks += 1
             self.provisional.confirm(slot, event.group, (key,))
@@ -85,7 +85,7 @@ class LoneGroups(TakingOver):
                 before = len(chain.keys) - len(units)
                 end = len(chain.keys) if rank.geometry.eagle or not chain.tail else chain.tail
                 return units[stride - 1 :: stride], (end - before) // stride
-        parent = None if event.parent is None else rank.names.strays.get(event.parent)
+        parent = None if event.parent is None else rank.names.stray(event.parent)
         if parent is None and event.parent is not None:
             return (), 0
         if len(event.hashes) < len(event.token_ids) // event.block_tokens:

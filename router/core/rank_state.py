@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.core.adoption import Adopted
-from router.core.chains import Chains, Runs
+from router.core.chains import Chains
 from router.core.forecast import Pool
+from router.core.names import Names
 from router.core.shared_pool import SharedPool
 from router.core.usable import Geometry, Rule
 from router.wire.block_keys import block_keys, namespace_seed
@@ -20,87 +21,6 @@ MAX_ORPHANS = 4096
 MAX_UNNAMED = 65536
 #: Of those that wait for one parent or one name.
 MAX_ALIKE = 256
-
-
-@dataclass(slots=True)
-class Names:
-    """Engines' names for blocks, of one domain. ``places`` are of the chains.
-
-    ``strays`` are keys of blocks whose place is gone and which sparse groups still hold. ``others`` are further places
-    of names that stand for several blocks of one text (``core/namespaces``).
-    """
-
-    places: dict[EngineHash, int] = field(default_factory=dict)
-    strays: dict[EngineHash, int] = field(default_factory=dict)
-    others: dict[EngineHash, list[int]] = field(default_factory=dict)
-
-    def learn(self, names: Sequence[EngineHash], places: Iterable[int], *, keeps_others: bool = False) -> None:
-        """Blocks were stored under these names."""
-        if keeps_others:
-            places = list(places)
-            for name, place in zip(names, places, strict=True):
-                if (known := self.places.get(name, place)) != place:
-                    others = self.others.setdefault(name, [])
-                    others[:] = [*(each for each in others if each not in (known, place)), known]
-        self.places.update(zip(names, places, strict=True))
-        if self.strays:
-            for name in names:
-                self.strays.pop(name, None)
-
-    def all_places(self, name: EngineHash) -> Sequence[int]:
-        """The places a name stands for."""
-        place = self.places.get(name)
-        return () if place is None else (*self.others.get(name, ()), place)
-
-    def in_chain_order(self, names: Sequence[EngineHash], runs: Runs) -> Sequence[EngineHash]:
-        """What SGLang removes at once, each block after the one it is behind. It names whole nodes, each from its
-        start, and those that are behind first.
-        """
-        last = [self.places.get(name, -2) for name in names]
-        if last == list(range(last[0], last[0] + len(last)) if last else ()):  # one node, as nearly always
-            return names
-        nodes: list[list[EngineHash]] = []
-        before: Sequence[int] = ()
-        for name in names:
-            places = self.all_places(name)
-            if nodes and any(runs.follows(each, other) for each in places for other in before):
-                nodes[-1].append(name)
-            else:
-                nodes.append([name])
-            before = places
-        return [name for node in reversed(nodes) for name in node] if len(nodes) > 1 else names
-
-    def forget(self, name: EngineHash, place: int, *, stray: int | None) -> None:
-        """Nobody holds the block at a place any more. ``stray`` is its key, if sparse groups do."""
-        kept = [each for each in self.all_places(name) if each != place]
-        self._set_places(name, kept)
-        if stray is not None and not kept:
-            self.strays[name] = stray
-
-    def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> Iterator[None]:
-        """Let go of names whose block nobody holds, one by one."""
-        for name in list(self.places):
-            place = self.places.get(name)
-            if place is not None and (name in self.others or not runs.is_held(place)):
-                places = self.all_places(name)
-                keys = [key for each in places if (key := runs.key(each)) is not None and is_sparse(key)]
-                self._set_places(name, [each for each in places if runs.is_held(each)])
-                if keys and name not in self.places:
-                    self.strays[name] = keys[-1]
-            yield
-        for name in list(self.strays):
-            if (stray := self.strays.get(name)) is not None and not is_sparse(stray):
-                del self.strays[name]
-            yield
-
-    def _set_places(self, name: EngineHash, places: Sequence[int]) -> None:
-        self.others.pop(name, None)
-        if not places:
-            del self.places[name]
-            return
-        self.places[name] = places[-1]
-        if len(places) > 1:
-            self.others[name] = list(places[:-1])
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class Residency(Groups):
         if again := self._told_again(rank, slot, event, keys):
             known = rank.chains.places(rank.chains.path(keys, limit=again), again)
             self._name_taken(rank, slot, known)
-            rank.names.learn(hashes[:again], known)
+            self._learn(rank, slot, hashes[:again], known, fresh=0)
             self.provisional.confirm(slot, DENSE, keys[:again])
             parent, keys, hashes = known[-1], keys[again:], hashes[again:]
         if keys:
@@ -97,7 +97,7 @@ class Residency(Groups):
 
     def _place(self, rank: RankState, name: EngineHash) -> int | None:
         """Where a block is known in chains like the rank's."""
-        place = rank.names.places.get(name)
+        place = rank.names.place(name)
         return place if place is not None and rank.chains.has(place) else None
 
     def _enter(
@@ -105,13 +105,15 @@ class Residency(Groups):
     ) -> None:
         before = None if parent is None else self._runs.key(parent)
         places: Iterable[int]
+        known = rank.chains.blocks
         new, places = rank.chains.extend(slot, parent, keys)
+        fresh = rank.chains.blocks - known
         rank.blocks += new
         rank.applied_blocks += len(keys)
         if rank.adopted.is_used:
             places = list(places)
             self._name_taken(rank, slot, places)
-        rank.names.learn(hashes, places, keeps_others=bool(self.namespaces))
+        self._learn(rank, slot, hashes, places, fresh=fresh)
         if rank.pool is not None:
             rank.pool.guard.attempt(rank.pool.stored, before, keys, new=new)
         self.provisional.confirm(slot, DENSE, keys)
@@ -210,7 +212,9 @@ class Residency(Groups):
             if key is not None or event.parent is None:
                 keys = keys_of_event(event, key, unit_tokens=self.block_tokens)
                 if self._make_room(parent, len(keys)):
-                    rank.names.learn(event.hashes, rank.chains.extend(slot, parent, keys, tier=tier)[1])
+                    before = rank.chains.blocks
+                    places = rank.chains.extend(slot, parent, keys, tier=tier)[1]
+                    self._learn(rank, slot, event.hashes, places, fresh=rank.chains.blocks - before)
                 return
         for place in known:
             if place is not None:
@@ -252,14 +256,14 @@ class Residency(Groups):
             rank.blocks -= is_last
         if isinstance(rank.pool, SharedPool) and group in rank.rules:
             rank.pool.guard.attempt(rank.pool.lost, group, key)
-        if name in rank.names.strays and not self._is_sparse(key):
-            del rank.names.strays[name]
+        if rank.names.stray(name) is not None and not self._is_sparse(key):
+            rank.names.drop_stray(name)
 
     def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, tier: str) -> int | None:
         """Returns the block's key if this was the rank's last copy of it."""
-        place = rank.names.places.get(name)
+        place = rank.names.place(name)
         if place is None or (key := self._runs.key(place)) is None:
-            if (tail := rank.names.strays.get(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
+            if (tail := rank.names.stray(name)) is not None and self._sparse[TAILS].masks.get(tail, 0) & rank.bit:
                 self._lose_sparse(rank, slot, name, TAILS)
             elif tier == GPU and not rank.drop_orphan(name) and (gone := rank.adopted.removed_unknown()) is not None:
                 self._let_go(rank, slot, gone, with_itself=True)
@@ -292,7 +296,7 @@ class Residency(Groups):
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""
-        parent = None if event.parent is None else rank.names.places.get(event.parent)
+        parent = None if event.parent is None else rank.names.place(event.parent)
         before = None if parent is None else self._runs.key(parent)
         if before is None and event.parent is not None:
             found = (each.tail_of(event, unit_tokens=self.block_tokens) for each in self.provisional.expected(slot))
@@ -307,7 +311,8 @@ class Residency(Groups):
                 rank.pool = None
             rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
         self._sparse[TAILS].gain(slot, key)
-        rank.names.strays.update(dict.fromkeys(event.hashes, key))
+        for name in event.hashes:
+            self._note_stray(rank, name, key)
         self.provisional.confirm(slot, DENSE, (key,))
         self._end_waits(rank, slot, event.hashes)
 

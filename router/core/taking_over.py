@@ -33,7 +33,7 @@ class TakingOver(Blocks):
             return None
         if chain.start is None:
             self._take_over_sparse(rank, slot, units)
-        rank.names.learn((event.parent,), taken[:1])
+        self._learn(rank, slot, (event.parent,), taken[:1], fresh=1)
         rank.adopted.named(taken[0])
         return taken[0]
 
