@@ -134,6 +134,6 @@ class Groups(LoneGroups):
 
 def _is_alike(met: BlockStored, event: BlockStored) -> bool:
     """Whether they may be of one group: what an event leaves out says nothing."""
-    is_other_kind = event.kind != met.kind and None not in (event.kind, met.kind)
-    is_other_window = event.window_tokens != met.window_tokens and None not in (event.window_tokens, met.window_tokens)
-    return not is_other_kind and not is_other_window
+    is_same_kind = event.kind == met.kind or event.kind is None or met.kind is None
+    told, known = event.window_tokens, met.window_tokens
+    return is_same_kind and (told == known or told is None or known is None)
