@@ -348,6 +348,8 @@ class Blocks:
         if self.namespaces:
             known = set(self.provisional.dense).union(*(table.masks for table in self._sparse.values()))
             known.update(*(chains.all_keys() for chains in self._chains.values()))
+            pools = (rank.pool for rank in self._ranks.values() if rank.pool is not None)
+            known.update(*(each.keys for pool in pools for each in pool.pending))  # requests unheard of
             self.namespaces.forget(known.__contains__)
         self._is_sweeping = False
 

@@ -63,3 +63,23 @@ def test_an_event_of_several_nodes_is_put_in_the_order_of_their_chain() -> None:
     assert ordered(*n[6:], *n[4:6]) == [*n[4:6], *n[6:]]
     assert ordered(*f[5:], *f[3:5], *n[4:], *n[:3]) == [*n[:3], *n[4:], *f[3:5], *f[5:]]
     assert ordered(99, *f[2:]) == [*f[2:], 99]
+
+
+def test_the_namespace_of_a_prompt_that_nobody_has_heard_of_is_not_forgotten() -> None:
+    """SGLang is promised nothing before a prompt's first token: that it was sent is what its pool knows. Names are let
+    go of meanwhile, as after a reset.
+    """
+    index = PrefixIndex(block_tokens=1)
+    index.add_rank(0, domain="engine", pool=RadixPool(30, page_tokens=1))
+    plain = block_keys(TENANT, block_tokens=1, parent=namespace_seed("", ""))
+    own = block_keys(TENANT, block_tokens=1, parent=SEED)
+    index.namespaces.learn(plain, own, seed=SEED)
+    pool = index.pool(0)
+    assert isinstance(pool, RadixPool)
+    pool.sent(own, blocks=len(own) + 1)
+    index.sweep()
+
+    index.apply(0, BlockStored(names(TENANT), None, TENANT, 1))
+
+    assert index.reusable_tokens(own, prompt_tokens=6) == {0: 5}
+    assert index.reusable_tokens(plain, prompt_tokens=6) == {}
