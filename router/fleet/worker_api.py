@@ -26,6 +26,8 @@ from router.settings import WorkerSpec
 from router.wire.kv_events import EventSource, Snapshot, decode_snapshot, decode_sources
 
 T = TypeVar("T")
+#: For an answer as a whole, however it trickles in.
+_ANSWER_SECONDS = 30.0
 _ENDPOINT = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 (read, not bound)
 
@@ -174,7 +176,10 @@ async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:
 
 async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
     try:
-        response = await client.get(url)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            response = await client.get(url)
+    except TimeoutError as error:
+        raise WorkerError(f"{url} did not answer in time") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise WorkerError(_sentence(url, error)) from error
     if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
@@ -187,7 +192,7 @@ async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
 async def _get_json(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
     try:
         body = (await _get(client, url)).json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkerError(f"{url} did not answer with JSON") from error
     if not isinstance(body, dict):
         raise WorkerError(f"{url} answered with JSON that is no object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.errors import WorkerError
+from router.fleet import worker_api
 from router.fleet.probes import Probe, probe
 from router.fleet.worker_api import describe, fetch_tokenizer, reset_cache
 from router.settings import WorkerSpec
@@ -146,6 +148,7 @@ async def test_a_server_with_nothing_but_models_is_one_rank_without_events() -> 
     [
         ({"/v1/models": (503, b"")}, "answered 503"),
         ({"/v1/models": (200, b"<html>")}, "did not answer with JSON"),
+        ({"/v1/models": (200, b"[" * 100_000)}, "did not answer with JSON"),
         ({"/v1/models": (200, b"[]")}, "no object"),
         ({"/v1/models": as_json({"data": []})}, "names no model"),
         ({"/v1/models": None}, "did not answer in time"),
@@ -157,6 +160,30 @@ async def test_a_worker_that_cannot_be_understood_is_told_in_a_sentence(answers:
     async with ControlWorker(answers) as worker, httpx.AsyncClient(timeout=0.3) as client:
         with pytest.raises(WorkerError, match=sentence):
             await describe(client, WorkerSpec(url=worker.url))
+
+
+async def test_an_answer_that_never_ends_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time; all of them never do."""
+    is_over = asyncio.Event()
+
+    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        is_over.set()
+
+    monkeypatch.setattr(worker_api, "_ANSWER_SECONDS", 0.2)
+    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        with pytest.raises(WorkerError, match="did not answer in time"):
+            await describe(client, WorkerSpec(url=url))
+    await is_over.wait()
+    server.close()
 
 
 async def test_nothing_listening_is_told_in_a_sentence() -> None:

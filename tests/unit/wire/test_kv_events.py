@@ -195,6 +195,21 @@ def test_a_snapshot_carries_its_sequence() -> None:
         decode_snapshot(b"\x93\x01\x02\x03")
 
 
+@pytest.mark.parametrize(
+    "body", [b"\x92\x05" + b"\x91" * 5000 + b"\xc0", b"\x92\xfe\x92\x00\x90", b"\x92\xc0\x92\x00\x90", b"", b"\xc1"]
+)
+def test_what_is_no_snapshot_is_refused(body: bytes) -> None:
+    """Nested beyond all meaning, true before anything could be published (-2), without a number, or no msgpack."""
+    with pytest.raises(WireError):
+        decode_snapshot(body)
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), float("-inf")])
+def test_a_time_that_is_no_number_is_one_that_equals_itself(time: float) -> None:
+    """A batch is recognised by its time when it is replayed."""
+    assert decode_batch(msgspec.msgpack.encode([time, [], 0])) == EventBatch(0.0, (), 0)
+
+
 def test_sequence_numbers_are_eight_bytes() -> None:
     """Big-endian; anything else is damage."""
     assert decode_sequence(bytes(6) + b"\x01\x02") == 258
