@@ -21,17 +21,14 @@ class Groups(LoneGroups):
     """The rules of each rank's groups, and which of them is the dense one that carries the chains."""
 
     def begin_anew(self, slot: int) -> None:
-        """The rank may be another process: it holds nothing, and what its groups are is not known."""
+        """The rank may be another process: it holds nothing. What its groups were holds until it says what they are."""
         self.clear(slot)
-        rank = self._ranks[slot]
-        rank.forget_groups()
-        self._lone &= ~rank.bit
-        self._set_stride(slot, 1)
-        self._renew_pool(slot)
+        self._ranks[slot].is_doubted = True
 
     def met(self, slot: int) -> Sequence[BlockStored]:
         """What a rank's groups are, as events of no blocks."""
-        return list(self._ranks[slot].met.values())
+        rank = self._ranks[slot]
+        return [] if rank.is_doubted else list(rank.met.values())
 
     def meet(self, slot: int, groups: Iterable[BlockStored]) -> None:
         """What a rank's groups are, where another index has met them. Of one whose prompts' ends are found inside a
@@ -46,6 +43,14 @@ class Groups(LoneGroups):
         found, rank.is_contradicted = rank.is_contradicted, False
         return found
 
+    def _forget_groups(self, rank: RankState, slot: int) -> None:
+        """Of a rank that holds nothing, nothing is known of its groups either."""
+        rank.forget_groups()
+        self._lone &= ~rank.bit
+        self._set_stride(slot, 1)
+        if type(rank.pool) is not type(rank.given):
+            self._renew_pool(slot)
+
     def _is_news(self, rank: RankState, event: BlockStored) -> bool:
         """Whether an event tells more of its group than is known, or otherwise."""
         met = rank.met.get(event.group)
@@ -58,7 +63,8 @@ class Groups(LoneGroups):
         elif _is_alike(met, event):
             self._meet_anew(rank, slot, event)
         else:  # a process that has restarted unseen
-            self.begin_anew(slot)
+            self.clear(slot)
+            self._forget_groups(rank, slot)
             rank.is_contradicted = True
             self._meet_group(rank, slot, event)
 

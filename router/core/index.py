@@ -282,7 +282,7 @@ class PrefixIndex(Residency):
     def has_gaps(self, slot: int) -> bool:
         """Whether a rank is known to have had blocks that no event told of, or has not told of any yet."""
         rank = self._ranks[slot]
-        return rank.dense_group is None or bool(rank.orphans) or rank.adopted.has_gaps
+        return rank.dense_group is None or rank.is_doubted or bool(rank.orphans) or rank.adopted.has_gaps
 
     def orphans(self, slot: int) -> int:
         """Blocks a rank has announced whose parent is not known."""

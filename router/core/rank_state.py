@@ -34,7 +34,8 @@ class RankState:
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
     ``met`` tells of each group what its first event did. ``given`` is the pool as it was at first, for one like it.
-    ``is_contradicted``: a later event said otherwise, and nobody was told yet.
+    ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later event said otherwise, and nobody
+    was told yet.
     """
 
     bit: int
@@ -57,6 +58,7 @@ class RankState:
     unplaced: list[BlockStored] = field(default_factory=list)
     met: dict[int, BlockStored] = field(default_factory=dict)
     is_lone: bool = False
+    is_doubted: bool = False
     is_contradicted: bool = False
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()
@@ -137,7 +139,7 @@ class RankState:
     def forget_groups(self) -> None:
         """Of no group is anything known."""
         self.met.clear()
-        self.dense_group, self.is_lone, self.has_tails = None, False, False
+        self.dense_group, self.is_lone, self.has_tails, self.is_doubted = None, False, False, False
         self.rules, self.segment_tokens, self.align = {}, {}, 1
         self.reported = ()
 

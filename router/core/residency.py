@@ -49,6 +49,8 @@ class Residency(Groups):
 
     def _store(self, slot: int, event: BlockStored) -> None:
         rank = self._ranks[slot]
+        if rank.is_doubted:
+            self._forget_groups(rank, slot)
         if self._is_news(rank, event):
             self._learn_group(rank, slot, event)
             if rank.dense_group is not None:
@@ -198,6 +200,8 @@ class Residency(Groups):
     def _store_lower(self, slot: int, event: BlockStored) -> None:
         """A copy below the device, in host memory or on disk: worth a load, not a prefill. Dense groups only."""
         rank = self._ranks[slot]
+        if rank.is_doubted:
+            self._forget_groups(rank, slot)
         if event.group in rank.rules:
             return
         tier = tier_of(event.medium)

@@ -44,7 +44,7 @@ class TakingOver(Blocks):
         if self.namespaces or not units:
             return
         rank.adopted.resumed.append(keys[: units + rank.stride * rank.geometry.eagle])
-        if rank.dense_group is not None:  # else nothing is known to be told of it
+        if rank.dense_group is not None and not rank.is_doubted:  # else nothing is known to be told of it
             self._resume(rank, slot, rank.adopted.resumed[-1])
 
     def _resume(self, rank: RankState, slot: int, units: Sequence[int]) -> None:

@@ -116,6 +116,21 @@ def test_a_process_in_another_ones_place_is_met_as_if_it_were_the_first(
     assert picture(index) == picture(fresh)
 
 
+def test_what_groups_were_holds_until_the_next_process_says_what_they_are() -> None:
+    """Most come back as they went. Of a prompt in flight a window keeps its end alone."""
+    index = an_index()
+    feed(index, traffic([(FULL, None, 4), (WINDOW, 9, 4)], process=1, rng=random.Random(1)))
+    index.begin_anew(0)
+    keys = block_keys(text(0), block_tokens=UNIT, parent=ROOT)
+    index.promise(0, keys, prompt_tokens=49)
+    assert index.reusable_tokens(keys[:6], prompt_tokens=25) == {}
+    assert index.met(0) == []  # for another index it is not known
+    assert index.has_gaps(0)
+    feed(index, [[stored(text(0), 0, process=2, group=0, kind=FULL, window=None, block=4)]])
+    assert index.reusable_tokens(keys[:6], prompt_tokens=25) == {0: 24}
+    assert not index.has_gaps(0)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
