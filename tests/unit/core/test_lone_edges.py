@@ -74,6 +74,7 @@ def test_what_was_promised_before_a_rank_is_known_to_be_lone_does_not_count() ->
     other = BlockStored((50,), None, (1, 2), 2, kind="sliding_window", window_tokens=5)
     apply(index, other)
     assert reusable(index, 6) == 0
+    assert index.stored_tokens(keys_of(TOKENS), prompt_tokens=13) == {}
 
 
 def test_nothing_is_foretold_of_windows_alone() -> None:

@@ -100,6 +100,9 @@ def test_holders_of_a_run_are_sets_of_its_blocks(steps: list[Any]) -> None:
         assert bool(holders) == bool(every)
         for at in range(10):
             assert holders.any_holds(at) == (at in every)
+            for slot in SLOTS:
+                others = [held for each, held in sets.items() if each != slot]
+                assert holders.any_holds(at, beside=slot) == any(at in held for held in others)
             assert [holders.holds(each, at) for each in SLOTS] == [at in sets[each] for each in SLOTS]
         for each, held in sets.items():
             assert holders.bits(each) == bits_of(held)
