@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,7 @@ import msgspec
 
 from router.core.cost import CostParameters, prices, reusable_tokens, work_seconds
 from router.core.load import wait_seconds
-from router.core.policy import Affinity, Policy, make_policy
+from router.core.policy import Affinity, Places, Policy, cheapest_rank, make_policy
 from router.core.types import (
     Decision,
     FleetView,
@@ -46,8 +46,6 @@ from router.core.ways import Ways, has_partner, is_split, prompt_alone
 if TYPE_CHECKING:
     from random import Random
 
-#: Prices closer than this are equal: the draw decides.
-_TIE_SECONDS = 1e-6
 #: What a second leg costs however little is handed over: a request more, and the meeting of the two ranks.
 HANDOVER_SECONDS = 0.005
 #: Rooms are this wide, as SGLang has them.
@@ -61,8 +59,12 @@ def room(rng: Random, *, rank: int, dp_size: int) -> int:
     return found if found < 1 << _ROOM_BITS else found - dp_size
 
 
+#: ``policy.cheapest_rank`` for one request: ranks, their seconds, the home, and the lowest that the choice is part of.
+Pick = Callable[[Sequence[RankView], Sequence[float], "int | None", "float | None"], RankView]
+
+
 class Pair(NamedTuple):
-    """Two legs and their price together."""
+    """Two legs, and the price of the cheapest pair: this one, unless routers agree on one that is a little dearer."""
 
     prefill: Leg
     decode: Leg
@@ -70,32 +72,40 @@ class Pair(NamedTuple):
 
 
 class PairAffinity:
-    """The cheapest rank or pair of ranks in seconds. Equals are drawn by lot, but a session stays where it is."""
+    """The cheapest rank or pair of ranks in seconds. A session stays where it is; equals are drawn by lot, or, where
+    other routers decide too (``agree``), each leg of a new session's is the first by its place on the ring, as in
+    ``policy.Affinity``.
+    """
 
-    def __init__(self, parameters: CostParameters) -> None:
+    def __init__(self, parameters: CostParameters, *, agree: bool = False) -> None:
         self._parameters = parameters
+        self._agree = agree
+        self._places = Places() if agree else None
 
     def __copy__(self) -> PairAffinity:
-        return PairAffinity(self._parameters)
+        return PairAffinity(self._parameters, agree=self._agree)
 
     def __call__(self, view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
         ways = Ways.of(view, request)
+
+        def pick(
+            ranks: Sequence[RankView], seconds: Sequence[float], home: int | None, lowest_seconds: float | None
+        ) -> RankView:
+            return cheapest_rank(
+                ranks, seconds, view, request, rng, home=home, places=self._places, lowest_seconds=lowest_seconds
+            )
+
         alone = alone_prices(ways.alone, request, parameters=self._parameters, now=now)
         prefill = prefill_prices(ways.prefill, request, parameters=self._parameters, now=now)
         decode = decode_prices(ways.decode, request, parameters=self._parameters, now=now)
-        pair = cheapest_pair(ways, prefill, decode, request, rng=rng)
+        pair = cheapest_pair(ways, prefill, decode, request, pick=pick)
         lowest = min((price.total_seconds for price in alone), default=None)
         if pair is not None and (lowest is None or pair.seconds < lowest):
             decision = _paired(pair, ways, request)
             shown = [*_others(alone, decode), *prefill, *decode]
         elif lowest is not None:
-            equal = [
-                rank
-                for rank, price in zip(ways.alone, alone, strict=True)
-                if price.total_seconds <= lowest + _TIE_SECONDS
-            ]
-            home = [rank for rank in equal if rank.slot == request.home]
-            decision = _by_itself(rng.choice(home or equal), ways, request, view)
+            chosen = pick(ways.alone, [price.total_seconds for price in alone], request.home, None)
+            decision = _by_itself(chosen, ways, request, view)
             shown = [*_others(decode, alone), *prefill, *alone]
         else:
             return None
@@ -151,7 +161,7 @@ class ByRole:
 def make_role_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> ByRole:
     """As ``make_policy``, for fleets whose ranks may have roles."""
     split = (
-        PairAffinity(parameters)
+        PairAffinity(parameters, agree=agree)
         if name == "affinity"
         else PairOneByOne(make_policy(name, parameters), make_policy(name, parameters))
     )
@@ -252,7 +262,7 @@ def _together(prefill: Leg, decode: Leg) -> float:
 
 
 def cheapest_pair(
-    ways: Ways, prefill: Sequence[Price], decode: Sequence[Price], request: RouteRequest, *, rng: Random
+    ways: Ways, prefill: Sequence[Price], decode: Sequence[Price], request: RouteRequest, *, pick: Pick
 ) -> Pair | None:
     """The pair with the lowest price of all whose ranks speak the same contract. None: there is no pair."""
     found: list[Pair] = []
@@ -260,7 +270,7 @@ def cheapest_pair(
         computing = _speaking(handover, ways.prefill, prefill)
         answering = _speaking(handover, ways.decode, decode)
         if computing and answering:
-            found.append(_cheapest_of(computing, answering, request, rng=rng))
+            found.append(_cheapest_of(computing, answering, request, pick=pick))
     return min(found, key=lambda pair: pair.seconds, default=None)
 
 
@@ -268,7 +278,7 @@ def _speaking(handover: Handover, ranks: Sequence[RankView], prices: Sequence[Pr
     return [Leg.of(rank, price) for rank, price in zip(ranks, prices, strict=True) if rank.part.handover is handover]
 
 
-def _cheapest_of(prefill: Sequence[Leg], decode: Sequence[Leg], request: RouteRequest, *, rng: Random) -> Pair:
+def _cheapest_of(prefill: Sequence[Leg], decode: Sequence[Leg], request: RouteRequest, *, pick: Pick) -> Pair:
     """For each prefill rank its best partner: of those ready before it the one with the least besides waiting, of those
     ready later the one with the least in all.
     """
@@ -283,17 +293,17 @@ def _cheapest_of(prefill: Sequence[Leg], decode: Sequence[Leg], request: RouteRe
         return leg.rest_seconds + min(leg.ready_seconds + earlier[place], later[place])
 
     bests = [best_seconds(leg) for leg in prefill]
-    limit = min(bests) + _TIE_SECONDS
-    equal = [leg for leg, best in zip(prefill, bests, strict=True) if best <= limit]
-    chosen = _drawn(equal, request.prefill_home, rng)
-    # What was added up in another order may differ in the last digits.
-    limit = best_seconds(chosen) + _TIE_SECONDS
-    partner = _drawn([leg for leg in decode if _together(chosen, leg) <= limit], request.home, rng)
-    return Pair(chosen, partner, _together(chosen, partner))
+    chosen = _picked(prefill, bests, request.prefill_home, pick)
+    together = [_together(chosen, leg) for leg in decode]
+    partner = _picked(decode, together, request.home, pick, min(bests))
+    return Pair(chosen, partner, min(bests))
 
 
-def _drawn(equal: Sequence[Leg], home: int | None, rng: Random) -> Leg:
-    return next((leg for leg in equal if leg.rank.slot == home), None) or rng.choice(equal)
+def _picked(
+    legs: Sequence[Leg], seconds: Sequence[float], home: int | None, pick: Pick, lowest_seconds: float | None = None
+) -> Leg:
+    rank = pick([leg.rank for leg in legs], seconds, home, lowest_seconds)
+    return next(leg for leg in legs if leg.rank is rank)
 
 
 # --- decisions ------------------------------------------------------------------------------------

@@ -140,14 +140,7 @@ class Affinity:
         home = next((rank for rank in ranks if rank.slot == request.home), None)
         priced = prices(ranks, request, home=home, parameters=self._parameters, now=now)
         totals = [entry.total_seconds for entry in priced]
-        lowest = min(totals)
-        equal = [rank for rank, total in zip(ranks, totals, strict=True) if total <= lowest + _TIE_SECONDS]
-        if home in equal:
-            chosen = home
-        elif self._places is not None and request.session is not None and home is None:
-            chosen = self._places.first(view, _near(ranks, priced, request, lowest=lowest), request)
-        else:
-            chosen = rng.choice(equal)
+        chosen = cheapest_rank(ranks, totals, view, request, rng, home=request.home, places=self._places)
         return _decision(chosen, ranks, request, reason=self.reason(chosen, home, request), prices=priced)
 
     @staticmethod
@@ -160,14 +153,33 @@ class Affinity:
         return Reason.PREFIX if reusable_tokens(chosen, request) else Reason.COLD
 
 
-def _near(
-    ranks: Sequence[RankView], prices: Sequence[Price], request: RouteRequest, *, lowest: float
-) -> list[RankView]:
-    """The ranks that cost about the lowest price, if all of those are cold; else the cheapest alone."""
-    cheapest = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= lowest + _TIE_SECONDS]
-    most = lowest * _AGREE_RATIO + _AGREE_SECONDS
-    near = [rank for rank, entry in zip(ranks, prices, strict=True) if entry.total_seconds <= most]
-    return cheapest if any(reusable_tokens(rank, request) for rank in near) else near or cheapest
+def cheapest_rank(
+    ranks: Sequence[RankView],
+    seconds: Sequence[float],
+    view: FleetView,
+    request: RouteRequest,
+    rng: Random,
+    *,
+    home: int | None,
+    places: Places | None,
+    lowest_seconds: float | None = None,
+) -> RankView:
+    """The rank of the least ``seconds``, of equals the ``home``, else one by lot. With ``places`` a session that has
+    its home on none of them goes to the first of those that are near the lowest by its place: of these, or of all that
+    the choice is part of (``lowest_seconds``).
+    """
+    lowest = min(seconds)
+    equal = [rank for rank, total in zip(ranks, seconds, strict=True) if total <= lowest + _TIE_SECONDS]
+    at_home = None if home is None else next((rank for rank in ranks if rank.slot == home), None)
+    if at_home in equal:
+        return at_home
+    if places is None or request.session is None or at_home is not None:
+        return rng.choice(equal)
+    most = (lowest if lowest_seconds is None else lowest_seconds) * _AGREE_RATIO + _AGREE_SECONDS
+    near = [rank for rank, total in zip(ranks, seconds, strict=True) if total <= most]
+    if not near or any(reusable_tokens(rank, request) for rank in near):
+        near = equal  # a head is worth more than agreement
+    return places.first(view, near, request)
 
 
 def make_policy(name: str, parameters: CostParameters, *, agree: bool = False) -> Policy:
