@@ -155,6 +155,7 @@ class RouterBrain(Models):
             handovers=contracts(request) if self.makes_pairs else frozenset(),
             most_tokens=request.max_tokens,
             is_whole=request.fields.get("ignore_eos") is True,
+            is_streamed=request.stream,
         )
         if tokens is not None and prompt is not None:
             prepared.know_keys(prompt.keys)
@@ -232,6 +233,7 @@ class RouterBrain(Models):
             return self._route(prepared, exclude=exclude, now=self._fleet.clock())
 
         prepared.allowed = None
+        self._leases.presume(now=self._fleet.clock())
         answer = self._holding.offer(route, gone)
         if isinstance(answer, HeldRequest):
             if (decided := prepared.decided) is not None:
@@ -246,6 +248,7 @@ class RouterBrain(Models):
         fleet = self._fleet
         now = fleet.clock()
         self._promises.expire(now)
+        self._leases.presume(now=now)
         request = self._route(prepared, exclude=exclude, now=now)
         failing = fleet.breakers.closed_to(now=now)
         decision, leaving = self._decide(request, self._policy, self._rng, failing=failing, now=now)

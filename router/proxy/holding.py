@@ -33,6 +33,11 @@ Go = Callable[[frozenset[int] | None], None]
 Route = Callable[[], RouteRequest]
 
 
+def _nothing_next(*, now: float) -> float | None:
+    """Nothing is taken for granted."""
+    return None
+
+
 class HeldRequest:
     """One request that waits; see ``proxy.types.Held``."""
 
@@ -71,6 +76,8 @@ class Holding:
         self._seen_version = -1
         self._is_releasing = False
         self._timer: asyncio.TimerHandle | None = None
+        #: Ends the prefill of what is taken to be computed by now, and returns when the next one will be.
+        self.presume: Callable[..., float | None] = _nothing_next
         metrics.held_requests.set_function(lambda: len(self._held))
         metrics.held_tokens.set_function(lambda: admission.held_tokens)
         metrics.oldest_hold_seconds.set_function(self._oldest_seconds)
@@ -239,10 +246,14 @@ class Holding:
 
     def _look_again(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._looked)
+            now = self._fleet.clock()
+            due = self.presume(now=now)
+            seconds = _LOOK_AGAIN_SECONDS if due is None else min(_LOOK_AGAIN_SECONDS, due - now)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._looked)
 
     def _looked(self) -> None:
         self._timer = None
+        self.presume(now=self._fleet.clock())
         self.release()
         if self._held:
             self._look_again()

@@ -2,14 +2,19 @@
 
 What is settled: load, breaker, the session's home, what the rank's cache is expected to hold, what the rank reused
 against what was expected, its speed, admission, and the record of the decision.
+
+A stream begins with its first token, when its prompt is computed. Of an answer that comes whole nobody hears when that
+was. So it is taken to be computed when it should be: its rank's queue and its place for a cold start are free from then
+on, however long the answer takes, and what it took says nothing of how fast the rank computes prompts.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
 from router.core.admission import Visit
-from router.core.load import Claim
+from router.core.load import Claim, wait_seconds
 from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
@@ -54,6 +59,11 @@ class Leases:
         self._holding = holding
         self._decisions = decisions
         self._lengths = lengths
+        #: Attempts whose answers come whole, by when their prompts should be computed; a heap.
+        self._unheard: list[tuple[float, int, Lease]] = []
+        self._opened = 0
+        if holding is not None:
+            holding.presume = self.presume
 
     def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
         assert prepared.session is not None, "only a session has a home"
@@ -71,6 +81,7 @@ class Leases:
         member = fleet.member(decision.slot)
         fleet.breakers.sent(decision.slot, now=now)
         is_handed = decision.prefill is not None
+        wait = wait_seconds(fleet.loads.total(decision.slot), member.pace, now=now)
         claim = fleet.loads.open(
             decision.slot,
             prompt_tokens=prepared.prompt_tokens,
@@ -91,6 +102,9 @@ class Leases:
             if self._is_shared:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
+        if not prepared.is_streamed and prepared.output_tokens > 1 and not member.is_prefill:
+            self._opened += 1
+            heapq.heappush(self._unheard, (now + wait + _own_seconds(decision, member), self._opened, lease))
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys or ())
             return lease
@@ -103,6 +117,18 @@ class Leases:
             if promise:
                 lease.promises.append(promise)
         return lease
+
+    def presume(self, *, now: float) -> float | None:
+        """Take those prompts for computed that should be by now. Returns when the next one should be."""
+        unheard = self._unheard
+        while unheard and unheard[0][0] <= now:
+            _, _, lease = heapq.heappop(unheard)
+            if not lease.claim.open:
+                continue
+            self._fleet.loads.first_byte(lease.claim, now=now)
+            if self._holding is not None and lease.visit is not None:
+                self._holding.first_token(lease.visit)
+        return unheard[0][0] if unheard else None
 
     def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         now, noted, prepared = self.clock(), lease.noted, lease.prepared
@@ -212,6 +238,13 @@ class Leases:
                 actual_tokens=actual_tokens,
                 slack_tokens=member.block_tokens or 0,
             )
+
+
+def _own_seconds(decision: Decision, member: Member) -> float:
+    """From a rank's turning to the attempt until it decodes: its prefill, or its partner's and what is handed over."""
+    if decision.prefill is None:
+        return decision.expected_prefill_seconds
+    return decision.prefill.expected_prefill_seconds + transfer_seconds(member.pace, tokens=decision.transfer_tokens)
 
 
 class Lease:

@@ -30,6 +30,7 @@ class PreparedRequest:
         "decided",
         "handovers",
         "ideal_tokens",
+        "is_streamed",
         "is_whole",
         "model",
         "most_tokens",
@@ -56,6 +57,7 @@ class PreparedRequest:
         handovers: frozenset[Handover] = frozenset(),
         most_tokens: int | None = None,
         is_whole: bool = False,
+        is_streamed: bool = True,
     ) -> None:
         self.model = model
         self.session = session
@@ -65,6 +67,8 @@ class PreparedRequest:
         #: The bound of its answer, None where the client sets none; whether it goes on to that (``ignore_eos``).
         self.most_tokens = most_tokens
         self.is_whole = is_whole
+        #: Its answer begins with its first token; else it comes when all is generated.
+        self.is_streamed = is_streamed
         self.seed = seed
         self.plain_seed = plain_seed
         #: By which contracts the prompt and its answer may be computed on different ranks.

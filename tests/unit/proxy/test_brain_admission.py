@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from router.core.admission import Barrier
 from router.core.types import Engine, RankId, RankStatus
 from router.fleet.target import Target
 from router.proxy.brain import RouterBrain
@@ -314,3 +315,22 @@ async def test_who_is_drained_stays_until_there_is_room_elsewhere() -> None:
     third = await ask(world, "s", 62_000, start=100)
     assert third is not None
     assert third.decision.slot == other
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_whole_answer_frees_its_place_for_a_cold_start(is_streamed: bool) -> None:
+    """When its prompt should be computed, who waits to start cold is let go. A stream's first token is awaited."""
+    world = world_of(1)
+    prepared = await world.prepare(prompt_of(1_000), {"x-session-id": "first"}, max_tokens=300, stream=is_streamed)
+    assert hold(world.brain, prepared)[0] is None
+    first = world.brain.choose(prepared)
+    held, went = hold(world.brain, await world.prepare(prompt_of(1_000, start=5_000), {"x-session-id": "second"}))
+    assert held is not None
+    assert held.waiting.why is Barrier.COLD_START
+
+    world.now += 1.01 * first.decision.expected_prefill_seconds
+    other, _ = hold(world.brain, await world.prepare(prompt_of(1_000, start=9_000), {"x-session-id": "third"}))
+    assert bool(went) is not is_streamed
+    if other is not None:
+        other.leave()
+    held.leave()
