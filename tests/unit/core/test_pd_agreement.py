@@ -116,7 +116,7 @@ def test_a_rank_that_does_it_all_is_agreed_on_too() -> None:
 
 
 def test_agreement_costs_no_more_than_is_near() -> None:
-    """The cheapest pair is through after 1.105 s, so those up to 1.48 s take sessions. The prefill rank that waits 0.2 s
+    """The cheapest pair takes 1.105 s, so those of up to 1.48 s take sessions. The prefill rank that waits 0.2 s
     makes it 1.305 s, and the decode rank that is ready after 1.3 s, with either of them, 1.405 s. Ranks that are ready
     after 1.5 s make it 1.605 s: too much, also where they would be near to a pair that is itself no more than near.
     """
