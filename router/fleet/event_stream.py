@@ -74,7 +74,7 @@ class StreamTimes:
 
     replay_idle: float = 3.0  # between two parts; engines answer between steps, and a step can be long
     replay_total: float = 120.0  # of all parts, or of a snapshot
-    check_quiet: float = 0.75  # of silence, after which it is asked whether anything was lost; then ever more rarely,
+    check_quiet: float = 0.5  # of silence, after which it is asked whether anything was lost; then ever more rarely,
     check_every: float = 30.0  # up to this. Where snapshots are offered, no more rarely: such a rank answers in no time
     between_asks: float = 0.25  # so that a publisher that sends only damage is not asked without pause
 
