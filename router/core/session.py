@@ -202,6 +202,14 @@ def _encoded(text: str) -> bytes:
 _MAX_HOMES = 8
 
 
+@dataclass(slots=True, eq=False)
+class Tenure:
+    """The time for which a slot is one rank's: the next rank there has another."""
+
+    slot: int
+    is_over: bool = False
+
+
 @dataclass(slots=True)
 class Binding:
     """Where a session is at home: the ranks that served it, the last one first.
@@ -211,27 +219,33 @@ class Binding:
     takes. ``is_answered``: one of them has ended.
     """
 
-    slots: tuple[int, ...]
+    homes: tuple[Tenure, ...]
     used_at: float
     inflight: int = 0
     is_answered: bool = False
 
     @property
+    def slots(self) -> list[int]:
+        """The slots of those ranks that are still there."""
+        return [home.slot for home in self.homes if not home.is_over]
+
+    @property
     def slot(self) -> int:
-        """The rank that served last."""
+        """The rank that served last. Raises ``IndexError`` if none is there any more."""
         return self.slots[0]
 
-    def serve(self, slot: int) -> None:
+    def serve(self, tenure: Tenure) -> None:
         """The next request goes there."""
-        if slot != self.slots[0]:
-            others = [other for other in self.slots if other != slot]
-            self.slots = (slot, *others[: _MAX_HOMES - 1])
+        if tenure is not self.homes[0]:
+            others = [home for home in self.homes if home is not tenure and not home.is_over]
+            self.homes = (tenure, *others[: _MAX_HOMES - 1])
 
 
 class SessionTable:
     """Homes of sessions per model, least recently used first; bounded, and forgetful of the idle.
 
-    ``returns`` learns from it who comes back.
+    ``returns`` learns from it who comes back. That a rank has gone is noted once, in its tenure: a session that is at
+    home nowhere else has none, and is let go of in its turn.
     """
 
     def __init__(self, *, max_sessions: int, idle_seconds: float) -> None:
@@ -239,13 +253,15 @@ class SessionTable:
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
         self._bindings: OrderedDict[tuple[str, SessionKey], Binding] = OrderedDict()
+        self._tenures: dict[int, Tenure] = {}
 
     def __len__(self) -> int:
+        """All that are remembered, those whose ranks have gone too."""
         return len(self._bindings)
 
     def items(self) -> Sequence[tuple[tuple[str, SessionKey], Binding]]:
-        """All bindings, the longest unused first."""
-        return list(self._bindings.items())
+        """All bindings to ranks that are there, the longest unused first."""
+        return [(conversation, binding) for conversation, binding in self._bindings.items() if binding.slots]
 
     def home(
         self, model: str, key: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
@@ -257,21 +273,20 @@ class SessionTable:
         binding = self._bindings.get((model, key))
         if binding is None or (not binding.inflight and now - binding.used_at > self.idle_seconds):
             return None
-        return max(binding.slots, key=lambda slot: held.get(slot, 0)) if len(binding.slots) > 1 else binding.slot
+        return max(binding.slots, key=lambda slot: held.get(slot, 0), default=None)
 
     def is_beginning(self, model: str, key: SessionKey) -> bool:
         """Requests of the session are on their way, and none has been answered yet."""
-        binding = self._bindings.get((model, key))
+        binding = self._bound((model, key))
         return binding is not None and binding.inflight > 0 and not binding.is_answered
 
     def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> Binding:
         """A request of the session was sent to ``slot``, a home of it from now on. Give the binding to ``finish``."""
         conversation = (model, key)
-        binding = self._bindings.get(conversation)
+        binding = self._bound(conversation)
         if binding is None:
-            self._make_room(now)
-            binding = self._bindings[conversation] = Binding(slots=(slot,), used_at=now)
-        binding.serve(slot)
+            binding = self._bind(conversation, slot, used_at=now, now=now)
+        binding.serve(self._tenure(slot))
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end(conversation)
@@ -293,22 +308,35 @@ class SessionTable:
 
     def adopt(self, model: str, key: SessionKey, *, slot: int, used_at: float, now: float) -> None:
         """Another router sent the session to ``slot`` at ``used_at``: its home, unless it was used here since."""
-        binding = self._bindings.get((model, key))
+        binding = self._bound((model, key))
         if binding is None:
-            self._make_room(now)
-            self._bindings[model, key] = Binding(slots=(slot,), used_at=used_at)
+            self._bind((model, key), slot, used_at=used_at, now=now)
         elif used_at > binding.used_at:
-            binding.serve(slot)
+            binding.serve(self._tenure(slot))
             binding.used_at = used_at
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: it is nobody's home."""
-        for key in [key for key, binding in self._bindings.items() if slot in binding.slots]:
-            binding = self._bindings[key]
-            if len(binding.slots) == 1:
-                del self._bindings[key]
-            else:
-                binding.slots = tuple(other for other in binding.slots if other != slot)
+        if (tenure := self._tenures.pop(slot, None)) is not None:
+            tenure.is_over = True
+
+    def _tenure(self, slot: int) -> Tenure:
+        tenure = self._tenures.get(slot)
+        if tenure is None:
+            tenure = self._tenures[slot] = Tenure(slot)
+        return tenure
+
+    def _bound(self, conversation: tuple[str, SessionKey]) -> Binding | None:
+        """The binding, if it is to a rank that is there."""
+        binding = self._bindings.get(conversation)
+        return None if binding is None or not binding.slots else binding
+
+    def _bind(self, conversation: tuple[str, SessionKey], slot: int, *, used_at: float, now: float) -> Binding:
+        """A fresh binding, in the place of one to ranks that are gone."""
+        self._bindings.pop(conversation, None)
+        self._make_room(now)
+        binding = self._bindings[conversation] = Binding((self._tenure(slot),), used_at)
+        return binding
 
     def _make_room(self, now: float) -> None:
         """Let the idle go, and beyond ``max_sessions`` the least recently used; never one with a running request."""

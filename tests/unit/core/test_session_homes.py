@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
+from typing import NoReturn
+
+import pytest
+
 from router.core.session import SessionTable
 from router.core.types import SessionKey
 
@@ -122,3 +128,72 @@ def test_a_rank_that_leaves_is_nobodys_home() -> None:
     table.start("m", key(1), slot=4, now=1)
     table.finish("m", key(1), old, now=2)
     assert table.home("m", key(1), now=5000) == 4
+
+
+class Sealed(OrderedDict[object, object]):
+    """What nobody may go through."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("went through all sessions")
+
+    items = keys = values = __iter__
+
+
+def test_a_rank_leaves_without_a_walk_through_all_sessions() -> None:
+    """There may be 200,000, and requests wait meanwhile."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=2, now=0)
+    table._bindings = Sealed(table._bindings)  # type: ignore[assignment]
+    table.forget_slot(2)
+
+    assert table.home("m", key(1), now=1) is None
+
+
+def test_the_next_rank_of_a_slot_inherits_no_sessions() -> None:
+    """Nor is a session listed whose rank has gone, and when it comes again it begins."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    serve(table, 1, slot=2, now=0)
+    serve(table, 2, slot=3, now=0)
+    table.forget_slot(2)
+    serve(table, 3, slot=2, now=1)
+
+    assert [table.home("m", key(number), now=2) for number in (1, 2, 3)] == [None, 3, 2]
+    assert [entry[0][1].session for entry in table.items()] == ["s2", "s3"]
+    table.start("m", key(1), slot=3, now=2)
+    assert table.is_beginning("m", key(1))
+
+
+def test_sessions_without_a_rank_keep_the_tables_bound() -> None:
+    """They are pushed out in their turn like all others."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    for number in range(20):
+        serve(table, number, slot=number, now=number)
+        table.forget_slot(number)
+
+    assert len(table) == 3
+    assert not table.items()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_homes_are_those_of_lists_that_are_searched(seed: int) -> None:
+    """Ranks that come, serve, are told of by other routers and leave, against a list of slots for each session."""
+    rng = random.Random(seed)
+    table = SessionTable(max_sessions=1000, idle_seconds=1e9)
+    expected: dict[int, list[int]] = {}
+    for now in range(600):
+        number, slot = rng.randrange(8), rng.randrange(12)
+        if rng.random() < 0.15:
+            table.forget_slot(slot)
+            for slots in expected.values():
+                slots[:] = [other for other in slots if other != slot]
+        else:
+            if rng.random() < 0.7:
+                serve(table, number, slot=slot, now=now)
+            else:
+                table.adopt("m", key(number), slot=slot, used_at=now, now=now)
+            others = [other for other in expected.get(number, []) if other != slot]
+            expected[number] = [slot, *others[:7]]
+        for number, slots in expected.items():
+            held = {slot: rng.randrange(3) for slot in range(12)}
+            best = max(slots, key=lambda slot: held[slot], default=None)
+            assert table.home("m", key(number), now=now, held=held) == best
