@@ -71,9 +71,9 @@ class Flight:
 class _NeverHold(Guard):
     """For policies without admission: it learns, and lets everybody pass."""
 
-    def decide(self, *, now: float) -> bool:
+    def decide(self, model: str, *, now: float) -> bool:
         """Never."""
-        super().decide(now=now)
+        super().decide(model, now=now)
         return False
 
 
@@ -248,7 +248,7 @@ class World:
             session=request.session,
             home=home,
             loadable_tokens=loadable,
-            return_ratio=self._sessions.returns.ratio,
+            return_ratio=self._sessions.returns.ratio(MODEL),
             stored_tokens=stored,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),

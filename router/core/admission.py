@@ -59,6 +59,7 @@ from router.core.types import FleetView, RankStatus, RankView, RouteRequest, Wor
 from router.core.ways import Ways, prompt_alone
 
 _NONE = frozenset[int]()
+_NO_MODELS = frozenset[str]()
 #: So many of each line are asked after, since others than its first may go where they are warm or admitted.
 _LOOK_AHEAD: Final = 8
 
@@ -71,7 +72,6 @@ class Admission:
         self.charges = Charges()
         self._parameters = parameters
         self._queue = Queue()
-        self._pool_tokens = 0
 
     # --- the queue ------------------------------------------------------------------------------------
 
@@ -154,10 +154,15 @@ class Admission:
         """The request was sent to ``slot``; its conversation is charged there from now on. ``partner``: the other rank
         of a pair.
         """
-        self._pool_tokens = sum(rank.pool_tokens or 0 for rank in view.ranks)
         rank = next((rank for rank in view.ranks if rank.slot == slot), None)
         computes = rank is not None and rank.part.role is WorkerRole.PREFILL
-        visit = Visit(request.prompt_tokens, keeps=rank is None or rank.part.keeps_cache)
+        visit = Visit(
+            request.prompt_tokens,
+            request.model,
+            rank_models=rank.models if rank is not None else _NO_MODELS,
+            pool_tokens=sum(each.pool_tokens or 0 for each in view.ranks if request.model in each.models),
+            keeps=rank is None or rank.part.keeps_cache,
+        )
         if request.session is None:
             return visit
         self.charges.age(now)
@@ -201,10 +206,11 @@ class Admission:
         visit.leave_start()
         if cached_tokens is not None and ideal_tokens is not None:
             self.guard.computed(
+                visit.model,
                 tokens=max(0, visit.prompt_tokens - cached_tokens),
                 evicted_tokens=max(0, ideal_tokens - cached_tokens),
-                pool_tokens=self._pool_tokens,
-                is_holding=bool(self._queue),
+                pool_tokens=visit.pool_tokens,
+                is_holding=not visit.rank_models.isdisjoint(self._queue.models),
                 now=now,
             )
         if visit.charge is None:
@@ -263,11 +269,11 @@ class Admission:
             return Admit(Passage.KEYLESS)
         if request.session.agent:
             return Admit(Passage.CHILD)
-        was_on = self.guard.on
-        if not self.guard.decide(now=now):
+        was_on = self.guard.is_on(request.model)
+        if not self.guard.decide(request.model, now=now):
             return Admit(Passage.OFF)
         if not was_on:
-            self._shed(view)
+            self._shed(request.model, view)
         self.charges.age(now)
         home, warm = self._known(request, ways.answering, view)
         if ways.prefill:
@@ -368,11 +374,12 @@ class Admission:
         wanted = parameters.idle_ratio * seconds * rank.pool_tokens / tokens
         return min(parameters.most_idle_seconds, max(parameters.least_idle_seconds, wanted))
 
-    def _shed(self, view: FleetView) -> None:
-        """While the guard was off charges may have outgrown the ranks."""
+    def _shed(self, model: str, view: FleetView) -> None:
+        """While the guard was off for it charges may have outgrown the ranks."""
         for rank in view.ranks:
-            self.charges.book(rank.slot).budget_tokens = self._budget_tokens(rank)
-            self.charges.shed(rank.slot)
+            if model in rank.models:
+                self.charges.book(rank.slot).budget_tokens = self._budget_tokens(rank)
+                self.charges.shed(rank.slot)
 
 
 def _passed(admit: Admit, ahead: Sequence[Claim]) -> Sequence[Claim]:

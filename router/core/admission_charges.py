@@ -83,10 +83,14 @@ class Visit:
     """One request under way: its whole footprint, of which its answer is expected to be ``output_tokens``, and how much
     it may find in what its conversation has in flight. ``cold`` takes its rank's only place for cold starts until the
     first token. ``keeps``: the rank will have its context afterwards. ``moves`` are idle contexts elsewhere that it
-    brings along, each with the time since when it was idle: they are charged until it has succeeded.
+    brings along, each with the time since when it was idle: they are charged until it has succeeded. ``rank_models``
+    are those that its rank serves; the ranks of its own ``model`` hold ``pool_tokens`` together.
     """
 
     prompt_tokens: int
+    model: str
+    rank_models: frozenset[str] = frozenset()
+    pool_tokens: int = 0
     footprint_tokens: int = 0
     output_tokens: int = 0
     found_tokens: int = 0

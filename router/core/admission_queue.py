@@ -56,6 +56,11 @@ class Queue:
         """The tickets of the first of each line."""
         return [line.head for line in self._lines.values()]
 
+    @property
+    def models(self) -> frozenset[str]:
+        """For which somebody waits."""
+        return frozenset(model for model, *_ in self._lines)
+
     def requests(self) -> Iterator[RouteRequest]:
         """All that wait."""
         return (request for line in self._lines.values() for request in line.waiting.values())

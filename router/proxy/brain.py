@@ -342,7 +342,7 @@ class RouterBrain(Models):
             home=home,
             exclude=exclude,
             allowed=prepared.allowed,
-            return_ratio=fleet.sessions.returns.ratio,
+            return_ratio=fleet.sessions.returns.ratio(model),
             handovers=prepared.handovers,
             prefill_home=prefill_home,
             is_beginning=is_beginning,

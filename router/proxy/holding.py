@@ -89,7 +89,7 @@ class Holding:
         if fleet.shared.is_shared:
             admission.charges.on_changed = self._changed
         fleet.on_taken = self._taken
-        metrics.admission_on.set_function(lambda: float(admission.guard.on))
+        metrics.admission_on.set_function(lambda: float(admission.guard.is_any_on))
 
     def offer(self, route: Route, go: Go) -> HeldRequest | frozenset[int] | None:
         """A request has arrived: where it may go at once (None: anywhere), or that it waits until ``go``."""

@@ -52,10 +52,19 @@ def ask(
     )
 
 
+def teach(guard: Guard, model: str, *, comes_back: bool, now: float) -> None:
+    """Four hundred conversations of the model leave at ``now``, and come back at once or not at all."""
+    for number in range(400):
+        conversation = (model, SessionKey("", f"{model}{number}"))
+        guard.left(conversation, now=now)
+        if comes_back:
+            guard.arrived(conversation, now=now)
+
+
 class AlwaysHold(Guard):
     """A guard that is never persuaded."""
 
-    def decide(self, *, now: float) -> bool:
+    def decide(self, model: str, *, now: float) -> bool:
         return True
 
 

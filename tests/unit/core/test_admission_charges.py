@@ -18,7 +18,7 @@ from router.core.admission import (
 from router.core.admission_guard import Guard
 from router.core.returns import Conversation
 from router.core.types import RouteRequest, SessionKey
-from tests.fakes.admission_desk import AlwaysHold, Desk, Ledger, ask, fleet
+from tests.fakes.admission_desk import AlwaysHold, Desk, Ledger, ask, fleet, teach
 
 
 def test_charges_stay_within_the_budget() -> None:
@@ -34,8 +34,7 @@ def test_charges_stay_within_the_budget() -> None:
 def test_charges_lapse_while_nobody_is_held_too() -> None:
     """The guard is off and nobody comes back: of a hundred conversations those few stay charged that fit."""
     guard = Guard()
-    guard.on = False
-    guard._returns._departed = 1000.0
+    teach(guard, "m", comes_back=False, now=-20.0)
     desk = Desk(fleet(1), guard)
     for number in range(100):
         desk.turn(ask(f"once{number}", 100), now=100.0 * number)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from router.core.admission import Admission, AdmissionParameters, Admit, Barrier, Hold, Passage, Released, Visit
-from router.core.admission_guard import Guard
 from router.core.load import LoadBook
 from router.core.types import (
     FleetView,
@@ -24,7 +23,7 @@ from router.core.types import (
     SessionKey,
     WorkerRole,
 )
-from tests.fakes.admission_desk import Ledger
+from tests.fakes.admission_desk import AlwaysHold, Ledger
 from tests.fakes.rank_views import rank_view
 
 P, D, U = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.UNIFIED
@@ -57,13 +56,6 @@ def ask(name: str, tokens: int, *, cached: dict[int, int] | None = None, output:
         session=SessionKey("", name),
         handovers=frozenset({Handover.PARAMS}),
     )
-
-
-class AlwaysHold(Guard):
-    """A guard that is never persuaded."""
-
-    def decide(self, *, now: float) -> bool:
-        return True
 
 
 class Desk:

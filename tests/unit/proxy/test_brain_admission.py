@@ -280,7 +280,7 @@ async def test_what_is_tried_again_is_no_return(admission: str) -> None:
     returned = departed = 10.0
     for _ in range(200 - 21):
         returned, departed = returned * fade, departed * fade + 1
-    assert world.fleet.sessions.returns.ratio == pytest.approx(returned / departed)
+    assert world.fleet.sessions.returns.ratio(prepared.model) == pytest.approx(returned / departed)
 
 
 async def test_a_rank_that_takes_anothers_slot_owes_nothing() -> None:
