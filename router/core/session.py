@@ -13,15 +13,23 @@ Without any signal the stable head of the conversation names the session.
 | ``x-claude-code-session-id`` (+ ``x-claude-code-agent-id`` for a subagent) | Claude Code |
 | ``thread-id``, ``session-id``, ``session_id`` | Codex, pi |
 | ``x-session-affinity``, ``x-session-id``, ``x-opencode-session`` | OpenCode, aiperf, vLLM router |
+| ``agent-session-id`` | goose |
+| ``x-task-id`` | Cline |
 | ``x-grok-conv-id``, any ``x-*-session-id`` but a parent's | others |
+| ``x-litellm-trace-id`` | LiteLLM |
 | ``x-correlation-id`` | aiperf |
 | body ``prompt_cache_key``, ``session_id``, ``conversation_id`` | OpenAI, SGLang |
 | body ``session_params.session_id``, ``metadata.session_id`` | SGLang, LiteLLM |
+| body ``rid`` that ends in a turn, ``_t<n>`` or ``_r<n>``, without that | SMG clients |
 | body ``metadata.user_id`` with a session inside | Claude Code through gateways |
 | body ``user`` | OpenAI, deprecated |
 
 A conversation that names a parent beside itself (``x-dynamo-parent-session-id``, ``x-parent-session-id``,
 ``x-codex-parent-thread-id``) is a subagent under its own name.
+
+These name nobody: ``x-user-id``, since one person has many conversations, whose heads tell them apart (who has one each
+may configure it); a ``rid`` without a turn and ``x-request-id``, which are one request's; ``x-dynamo-session-final``,
+which is passed on to the worker like every header that is not the router's.
 """
 
 from __future__ import annotations
@@ -52,21 +60,28 @@ _HEADERS = (
     "x-session-affinity",
     "x-session-id",
     "x-opencode-session",
+    "agent-session-id",
+    "x-task-id",
     "x-grok-conv-id",
 )
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
 _PARENT_HEADERS = ("x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id")
 #: The agent of a conversation that says no more than that it has a parent.
 _CHILD = "child"
-_LATE_HEADERS = ("x-correlation-id",)
+#: Some clients have a new one for each request: what is surely a session's goes before them.
+_LATE_HEADERS = ("x-litellm-trace-id", "x-correlation-id")
 #: A request carries one of them, or two: those are found at once, and then put in order.
 _ORDER = {name: place for place, name in enumerate((*_AGENT_HEADERS, *_PARENT_HEADERS, *_HEADERS, *_LATE_HEADERS))}
 _SIGNALS = frozenset(_ORDER)
 _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
 #: What headers with credentials have in their names. There are many such headers, and each vendor has its own.
-_CREDENTIAL = re.compile(r"auth|token|key|secret|passw|cookie|credential|signature|jwt|bearer")
+_CREDENTIAL = re.compile(
+    r"auth|token|key|secret|passw|cookie|credential|signature|jwt|bearer"
+    r"|\b(?:sso|saml|oidc|openid|idp|login|logon|signin|csrf|xsrf|otp|mfa)\b"
+)
 #: A parent's session is somebody else's: it must not name its child's.
 _VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-]+-session-id$")
+_TURN = re.compile(r"(?<=.)(?:_[tr]\d+)+$")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 #: Claude Code's first system block changes every turn; it must not take part in a conversation's name.
 _VOLATILE_NAME = "x-anthropic-billing-header:"
@@ -131,6 +146,10 @@ def _from_body(fields: Mapping[str, Any]) -> str | None:
         inner = fields.get(outer)
         if isinstance(inner, Mapping) and isinstance(value := inner.get("session_id"), str) and value:
             return value
+    request_id = fields.get("rid")
+    # To search for a turn takes the square of a hostile id's length.
+    if isinstance(request_id, str) and len(request_id) <= MAX_ID_CHARS and (turn := _TURN.search(request_id)):
+        return request_id[: turn.start()]
     metadata = fields.get("metadata")
     if isinstance(metadata, Mapping) and isinstance(user := metadata.get("user_id"), str):
         if match := _OLD_USER_ID.search(user[-_USER_ID_CHARS:]):

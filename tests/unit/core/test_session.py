@@ -26,14 +26,18 @@ SIGNALS: tuple[tuple[str, Mapping[str, str], Mapping[str, object]], ...] = (
     ("opencode", {"x-session-affinity": "opencode"}, {}),
     ("vllm", {"x-session-id": "vllm"}, {}),
     ("opencode-gateway", {"x-opencode-session": "opencode-gateway"}, {}),
+    ("goose", {"agent-session-id": "goose"}, {}),
+    ("cline", {"x-task-id": "cline"}, {}),
     ("grok", {"x-grok-conv-id": "grok"}, {}),
     ("litellm", {"x-litellm-session-id": "litellm"}, {}),
+    ("litellm-trace", {"x-litellm-trace-id": "litellm-trace"}, {}),
     ("aiperf", {"x-correlation-id": "aiperf"}, {}),
     ("cache-key", {}, {"prompt_cache_key": "cache-key"}),
     ("sglang", {}, {"session_id": "sglang"}),
     ("conversation", {}, {"conversation_id": "conversation"}),
     ("params", {}, {"session_params": {"session_id": "params"}}),
     ("metadata", {}, {"metadata": {"session_id": "metadata"}}),
+    ("smg-turn", {}, {"rid": "smg-turn_t12_r3"}),
     ("user", {}, {"user": "user"}),
 )
 
@@ -74,7 +78,14 @@ def test_configured_names_are_compared_without_case() -> None:
     [
         *("authorization", "Cookie", "x-api-key", "api-key", "proxy-authorization", "x-goog-api-key", "x-auth-token"),
         *("x-api-token", "x-amz-security-token", "ocp-apim-subscription-key", "x-client-secret", "x-password"),
-        *("x-auth-session-id", "x-secret-session-id"),  # in the form of a vendor's session header
+        # In the form of a vendor's session header:
+        *(
+            "x-auth-session-id",
+            "x-secret-session-id",
+            "x-sso-session-id",
+            "x-corp-sso-session-id",
+            "x-login-session-id",
+        ),
     ],
 )
 def test_credentials_name_nobody(header: str) -> None:
@@ -95,9 +106,38 @@ def test_headers_of_others_name_nobody() -> None:
         "x-session-id-hint": "4",
         "x-claude-code-parent-agent-id": "5",
         "traceparent": "6",
+        "x-user-id": "7",
+        "x-dynamo-session-final": "true",
     }
 
     assert identify(strangers, {}, tenant="t") is None
+
+
+def test_a_name_that_only_sounds_like_a_credentials_is_one_of_a_session() -> None:
+    """A lesson has an s, an s and an o."""
+    assert named({"x-lesson-session-id": "s"}) == "s"
+
+
+def test_a_user_of_many_conversations_names_none_of_them() -> None:
+    """Their heads tell them apart; where everybody has one conversation, an operator may say so."""
+    headers = {"x-user-id": "u"}
+    one, two = (named(headers, chat(*START[:1], ("user", text))) for text in ("a", "b"))
+    assert one != two
+    assert named(headers, first=("x-user-id",)) == "u"
+
+
+@pytest.mark.parametrize(
+    "rid", ["8d7f", "_t1", "s_t", "s_t1x", "s_x1", 7, ["s_t1", "s_t2"], "s" * 1000 + "_t1", "_t1" * 500_000]
+)
+def test_an_id_of_one_request_names_no_session(rid: object) -> None:
+    """Only one that says which turn of a session it is."""
+    assert named({}, {"rid": rid}) is None
+    assert named({}, {"rid": rid, "user": "u"}) == "u"
+
+
+def test_the_turns_of_a_session_have_one_name() -> None:
+    """Each is tried again under an id of its own."""
+    assert {named({}, {"rid": rid}) for rid in ("a_b_t1", "a_b_t2", "a_b_t2_r1", "a_b_r10")} == {"a_b"}
 
 
 def test_an_empty_signal_is_no_signal() -> None:
@@ -107,12 +147,15 @@ def test_an_empty_signal_is_no_signal() -> None:
 
 
 def test_a_subagent_of_claude_code_is_another_session() -> None:
-    """Its agent id stands beside the session's, whichever signal named that."""
+    """Its agent id stands beside the session's, whichever signal named that, and whoever its parent is."""
     main = {"x-claude-code-session-id": UUID}
     agent = {**main, "x-claude-code-agent-id": "a1"}
 
     assert identify(main, {}, tenant="t") == SessionKey("t", UUID, "")
     assert identify(agent, {}, tenant="t") == SessionKey("t", UUID, "a1")
+    for parent in ("x-parent-session-id", "x-dynamo-parent-session-id"):
+        for headers in ({**agent, parent: "p"}, {parent: "p", **agent}):
+            assert identify(headers, {}, tenant="t") == SessionKey("t", UUID, "a1")
 
 
 @pytest.mark.parametrize("parent", ["x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id"])
@@ -242,6 +285,18 @@ def test_a_billing_line_does_not_rename_the_conversation(as_part: bool) -> None:
 
     assert len(heads) == 1
     assert heads != {other}
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_billing_line_counts_nowhere_in_a_text(place: int) -> None:
+    """A gateway may put lines of its own before it."""
+
+    def system(checksum: str) -> str:
+        lines = ["You are Claude Code.", "Be brief."]
+        lines.insert(place, f"x-anthropic-billing-header: cch={checksum};")
+        return "\n".join(lines)
+
+    assert len({conversation_head(chat(("system", system(checksum)), START[1])) for checksum in ("00", "fa690")}) == 1
 
 
 @pytest.mark.parametrize(
