@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from router.fleet.decisions import session_hash
 from router.fleet.fleet import Fleet
 from router.fleet.member import RankInfo
 from router.fleet.registry import Registry
@@ -107,13 +108,15 @@ def fleet_view(registry: Registry, fleet: Fleet, metrics: Metrics, *, policy: st
 
 
 def sessions_view(fleet: Fleet, *, limit: int) -> list[Json]:
-    """Sessions with a home, the most recently used first."""
+    """Sessions with a home, the most recently used first, named as in the decision log: what clients call them may be a
+    secret.
+    """
     return [
         {
             "model": model,
             "tenant": key.tenant,
-            "session": key.session,
-            "agent": key.agent or None,
+            "session_hash": session_hash(key),
+            "is_subagent": bool(key.agent),
             "home": str(home),
             "idle_seconds": round(idle_seconds, 1),
         }

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from router.admin.api import create_admin
 from router.core.types import Engine, RankId, RankStatus, SessionKey
+from router.fleet.decisions import session_hash
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
 from router.fleet.target import Target
@@ -151,17 +152,28 @@ async def test_the_fleet_answer_adds_up(plane: Plane) -> None:
 
 
 async def test_sessions_show_their_home(plane: Plane) -> None:
-    """The most recent first, as many as asked for, and how many there are."""
+    """The most recent first, as many as asked for, and how many there are; by the names of the decision log alone."""
     plane.registry.add(WorkerSpec(url="http://a:1"))
     slot = plane.enter_rank("a:1")
-    for number in range(3):
-        plane.fleet.sessions.start("m", SessionKey("t", f"s{number}"), slot=slot, now=NOW - 10 + number)
-    shown = (await plane.http.get("/admin/sessions?limit=2")).json()
-    assert shown["total"] == 3
-    assert [(entry["session"], entry["home"], entry["idle_seconds"]) for entry in shown["sessions"]] == [
-        ("s2", "a:1/0", 8.0),
-        ("s1", "a:1/0", 9.0),
-    ]
+    keys = [SessionKey("t", f"secret{number}", "secret" * (number % 2)) for number in range(3)]
+    for number, key in enumerate(keys):
+        plane.fleet.sessions.start("m", key, slot=slot, now=NOW - 10 + number)
+    answer = await plane.http.get("/admin/sessions?limit=2")
+    assert answer.json() == {
+        "total": 3,
+        "sessions": [
+            {
+                "model": "m",
+                "tenant": "t",
+                "session_hash": session_hash(keys[number]),
+                "is_subagent": bool(number % 2),
+                "home": "a:1/0",
+                "idle_seconds": 10.0 - number,
+            }
+            for number in (2, 1)
+        ],
+    }
+    assert "secret" not in answer.text
 
 
 async def test_metrics_are_prometheus_text(plane: Plane) -> None:
