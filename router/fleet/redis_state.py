@@ -337,6 +337,7 @@ class RedisState:
             return
         for name in bad:
             self._count("workers", WireError(f"the record of the worker {name} cannot be read"))
+            self._log.warning("a worker that Redis holds cannot be read", worker=name)
         self._is_carrying_out = True
         try:
             refused = await carry_out(registry, changes)

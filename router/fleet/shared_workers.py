@@ -46,6 +46,7 @@ class WorkerBook:
     def __init__(self) -> None:
         self._deeds: dict[str, Deed] = {}
         self._refused: set[str] = set()
+        self._unreadable: set[str] = set()
 
     def configured(self, records: Iterable[WorkerRecord], *, now: float) -> None:
         """The workers that the replica starts with."""
@@ -86,16 +87,19 @@ class WorkerBook:
         }
 
     def merge(
-        self, told: Mapping[str, Deed], reply: Mapping[str, WorkerEntry], *, now: float
+        self, told: Mapping[str, Deed], reply: Mapping[str, WorkerEntry | None], *, now: float
     ) -> tuple[dict[str, WorkerRecord | None], list[str]]:
         """Take over what the store answered to ``told``.
 
         Returns what must be done here before ``observe`` looks again (records, None to remove), and the names of
-        workers whose records cannot be read.
+        workers whose records cannot be read and could the last time, or were not there.
         """
         changes: dict[str, WorkerRecord | None] = {}
         bad: list[str] = []
         for name, entry in reply.items():
+            if entry is None:
+                bad.append(name)
+                continue
             mine = self._deeds.get(name)
             if mine is not told.get(name):
                 continue  # something was done here meanwhile; it is told next time
@@ -111,7 +115,9 @@ class WorkerBook:
             if record != (mine.record if mine is not None else None):
                 changes[name] = record
         self._forget_removals()
-        return changes, bad
+        fresh = [name for name in bad if name not in self._unreadable]
+        self._unreadable = set(bad)
+        return changes, fresh
 
     def _forget_removals(self) -> None:
         removals = [name for name, deed in self._deeds.items() if deed.record is None]

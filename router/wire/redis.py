@@ -175,15 +175,18 @@ def workers_arguments(
     return arguments
 
 
-def read_workers(reply: Sequence[bytes]) -> dict[str, WorkerEntry]:
-    """The answer of ``WORKERS``. Raises ``WireError``."""
+def read_workers(reply: Sequence[bytes]) -> dict[str, WorkerEntry | None]:
+    """The answer of ``WORKERS``; None for an entry that cannot be read. Raises ``WireError`` for no such answer."""
+    entries: dict[str, WorkerEntry | None] = {}
     try:
-        return {
-            name.decode(): WorkerEntry(record.decode(), int(stamp))
-            for name, stamp, record in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
-        }
+        for name, stamp, record in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            try:
+                entries[name.decode()] = WorkerEntry(record.decode(), int(stamp))
+            except ValueError:
+                entries.setdefault(name.decode(errors="backslashreplace"), None)
     except (ValueError, AttributeError) as error:
         raise WireError(f"the workers in Redis cannot be read: {error}") from error
+    return entries
 
 
 # --- news ---------------------------------------------------------------------------------------------

@@ -227,3 +227,15 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_taken() -> Non
     assert book.merge({}, reply, now=0.0) == ({"x": good}, ["bad"])
     assert book.deeds()["x"].record == good
     assert "bad" not in book.deeds()
+
+
+def test_what_cannot_be_read_is_named_once_while_it_is_there() -> None:
+    """Every exchange shows it anew; one that was mended and breaks again is news again."""
+    book = WorkerBook()
+    good = WorkerEntry(WorkerRecord(spec=spec("x")).model_dump_json(), 5)
+    broken = WorkerEntry("{", 6)
+    named = [
+        book.merge(book.deeds(), reply, now=0.0)[1]
+        for reply in ({"w": None}, {"w": None, "x": broken}, {"w": None, "x": broken}, {"x": good}, {"w": None})
+    ]
+    assert named == [["w"], ["x"], [], [], ["w"]]

@@ -17,6 +17,7 @@ from router.wire.redis import (
     Loads,
     Names,
     RankWork,
+    WorkerEntry,
     WorkersChanged,
     decode_news,
     encode_news,
@@ -101,8 +102,24 @@ def test_a_damaged_home_is_an_error(value: bytes) -> None:
         read_home(b"d", value, now_ms=5000)
 
 
-@pytest.mark.parametrize("reply", [[b"w"], [b"w", b"x", b"r"], [b"\xff", b"1", b"r"], [1, 2, 3]])
+@pytest.mark.parametrize("reply", [[b"w"], [b"w", b"1"], [1, 2, 3]])
 def test_a_damaged_list_of_workers_is_an_error(reply: list[bytes]) -> None:
     """Never a guess."""
     with pytest.raises(WireError):
         read_workers(reply)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ([b"a\xff", b"1", b"r"], r"a\xff"),
+        ([b"bad", b"x", b"r"], "bad"),
+        ([b"bad", b"1", b"\xff"], "bad"),
+    ],
+)
+def test_a_worker_that_cannot_be_read_hides_no_other(entry: list[bytes], name: str) -> None:
+    """It stands there by a name that can be printed; whose own name that is keeps it."""
+    good = WorkerEntry("r", 7)
+    assert read_workers([b"v", b"7", b"r", *entry, b"w", b"7", b"r"]) == {"v": good, name: None, "w": good}
+    for reply in ([name.encode(), b"7", b"r", b"a\xff", b"1", b"r"], [b"a\xff", b"1", b"r", name.encode(), b"7", b"r"]):
+        assert read_workers(reply)[name] == good
