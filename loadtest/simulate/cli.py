@@ -207,8 +207,10 @@ def _policies() -> str:
 
 
 def _several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """A list of what counts once, however often it is named."""
+
     def parse_all(text: str) -> list[T]:
-        return [parse(part) for part in text.split(",")]
+        return list(dict.fromkeys(parse(part) for part in text.split(",")))
 
     return parse_all
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.simulate.cli import main
+from loadtest.simulate.cli import build_parser, main
 from loadtest.simulate.comparators import POLICIES
 from loadtest.simulate.engine import prefill_work
 from loadtest.simulate.measure import PolicyResult, quantile
@@ -268,3 +268,19 @@ def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.Cap
 def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None:
     """Of 1, 2, 3, 4: places 0, 1.5, 2.7 and 3."""
     assert quantile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("--policies", "price,sticky,price", ["price", "sticky"]),
+        ("--seed", "2,1,2", [2, 1]),
+        ("--lanes", "8,8", [8]),
+        ("--pool-tokens", "2e6,2000000", [2_000_000]),
+        ("--utilisation", "0.5,0.50", [0.5]),
+    ],
+)
+def test_what_is_named_twice_is_run_once(option: str, given: str, expected: list[object]) -> None:
+    """In the order in which it was named first."""
+    options = build_parser().parse_args(["--trace", "absent", option, given])
+    assert getattr(options, option.strip("-").replace("-", "_")) == expected
