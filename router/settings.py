@@ -278,7 +278,9 @@ class RoutingSettings(_Slice):
     )
     max_sessions: Annotated[int, Field(ge=1)] = Field(200_000, description="Of more, the longest idle are forgotten.")
     max_index_blocks: Annotated[int, Field(ge=1024)] = Field(
-        8_000_000, description="Blocks remembered of each model; beyond, what was used longest ago is forgotten."
+        8_000_000,
+        description="Blocks remembered of all models together, 130 bytes each; those of windows, copies and further "
+        "names count, too. Beyond, what was used longest ago is forgotten.",
     )
     admission: Annotated[str, Field(pattern="^(off|guarded)$")] = Field(
         "off",

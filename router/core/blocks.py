@@ -1,7 +1,7 @@
 """What each rank holds, whatever brought it in: chains of dense blocks, tables of sparse ones, and their names.
 
 A block is named by its chain key (``wire/block_keys``), which stands for the block and all before it. Engines' own
-hashes are mapped onto places in the chains. All of it is kept within a bound.
+hashes are mapped onto places in the chains.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from router.core.adoption import Adopted
+from router.core.budget import Budget
 from router.core.chains import Chains, Run, Runs
 from router.core.forecast import Pool
 from router.core.names import Names, NameTable
@@ -29,15 +30,17 @@ SLICE = 512
 class Blocks:
     """The blocks of one model, in units of ``block_tokens``. Mutated by its owner, on one thread."""
 
-    def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23) -> None:
+    def __init__(self, *, block_tokens: int, max_blocks: int = 1 << 23, budget: Budget | None = None) -> None:
+        """``budget`` is shared with other indexes; without one this index may hold ``max_blocks``."""
         self.block_tokens = block_tokens
-        self.max_blocks = max_blocks
+        self.budget = budget or Budget(max_blocks)
         self.evicted_blocks = 0
         #: Told a slot of whose pool nothing is foretold until it is cleared, as it raised this.
         self.on_failed_forecast: Callable[[int, Exception], None] = lambda _slot, _error: None
         self.provisional = Provisional()
         self.namespaces = Namespaces()
-        self.adapters: set[str] = set()
+        self.adapters: dict[str, None] = {}
+        self._tiers: dict[str, str] = {}
         self._runs = Runs()
         self._chains: dict[int, Chains] = {}
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
@@ -47,6 +50,7 @@ class Blocks:
         self._forgotten = 0
         self._chores: deque[Iterator[None]] = deque()
         self._is_sweeping = False
+        self._quota = 0  # so much may be added without asking the budget
         self._lone = 0  # slot bits of ranks without a dense group (``core/lone_groups``)
 
     # --- membership -------------------------------------------------------------------------------
@@ -76,6 +80,16 @@ class Blocks:
         self._radix_slots.discard(slot)
         self._ranks.pop(slot).chains.members &= ~(1 << slot)
         self._lone &= ~(1 << slot)
+
+    @property
+    def max_blocks(self) -> int:
+        """So much may be held, together with the other indexes of the budget."""
+        return self.budget.most_blocks
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any rank is known."""
+        return bool(self._ranks)
 
     def clear(self, slot: int) -> None:
         """The rank holds nothing. What its groups mean stays known. Takes time in what it held; what nobody holds any
@@ -130,34 +144,6 @@ class Blocks:
         rank.stride, rank.chains = stride, self._chains_of(stride)
         rank.chains.members |= rank.bit
 
-    # --- the bound ---------------------------------------------------------------------------------------
-
-    def _make_room(self, parent: int | None, blocks: int) -> bool:
-        """Forget what does not fit beside so many more. False: they cannot come in, or not behind ``parent`` now."""
-        if blocks > self.max_blocks:
-            return False
-        if (excess := len(self) + blocks - self.max_blocks) > 0:
-            self._evict(excess)
-        return parent is None or self._runs.key(parent) is not None
-
-    def _evict(self, count: int) -> None:
-        """Forget the longest known tails, on all ranks: what is left is true, only less."""
-        forgotten = 0
-        for chains in self._chains.values():
-            for keys, lost in chains.evict(count - forgotten):
-                forgotten += len(keys)
-                for slot, bits in lost.items():
-                    rank = self._ranks[slot]
-                    rank.blocks -= bits.bit_count()
-                    if rank.pool is not None:
-                        gone = [key for at, key in enumerate(keys) if bits >> at & 1]
-                        rank.pool.guard.attempt(rank.pool.removed, gone, copies=0)
-                for table in self._sparse.values():
-                    for key in keys:
-                        table.discard(key)
-        self.evicted_blocks += forgotten
-        self._note_forgotten(forgotten)
-
     # --- what was taken over ------------------------------------------------------------------------------
 
     def _take_over(self, rank: RankState, slot: int, ends: Sequence[int]) -> tuple[int, bool] | None:
@@ -169,11 +155,12 @@ class Blocks:
         path = rank.chains.path(ends, limit=len(ends))
         places = rank.chains.places(path, len(ends))
         known, held = len(places), rank.chains.depths(path).get(slot, 0)
-        if len(self) + len(ends) - known > self.max_blocks:
+        if max(len(self), self.budget.used) + len(ends) - known > self.max_blocks:
             return None
         lacking = [at for at in range(held, known) if not self._runs.holds(slot, places[at])]
         for at in lacking:
             rank.chains.gain(slot, places[at])
+        self._quota -= len(ends) - known
         if known < len(ends):
             places += rank.chains.extend(slot, places[-1] if places else None, ends[known:])[1]
             lacking += range(known, len(ends))
@@ -311,7 +298,6 @@ class Blocks:
 
     def sweep_soon(self) -> None:
         """The same, by and by."""
-        self._forgotten = 0
         if not self._is_sweeping:
             self._is_sweeping = True
             self._chores.append(self._sweep())
@@ -338,6 +324,7 @@ class Blocks:
             yield
 
     def _sweep(self) -> Iterator[None]:
+        forgotten = self._forgotten
         own = [rank.names.own for rank in self._ranks.values() if rank.names.own is not None]
         for names in (*self._names.values(), *own):
             yield from names.sweep(self._runs, is_sparse=self._is_sparse)
@@ -352,11 +339,12 @@ class Blocks:
             known.update(*(each.keys for pool in pools for each in pool.pending))  # requests unheard of
             self.namespaces.forget(known.__contains__)
         self._is_sweeping = False
+        self._forgotten -= forgotten  # of what came since, names may be left
 
     # --- how much it is ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return sum(chains.blocks for chains in self._chains.values())
+        return self._runs.blocks
 
     def _copies(self, slot: int) -> int:
         """Blocks on the device with all their copies, in the dense group."""

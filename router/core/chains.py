@@ -49,6 +49,10 @@ class Run:
         """Those of one tier."""
         return self.device if tier == GPU else self.lower.setdefault(tier, Holders())
 
+    def on(self, tier: str) -> Holders | None:
+        """Those of one tier, if anybody ever was."""
+        return self.device if tier == GPU else self.lower.get(tier)
+
     def all_holders(self) -> Iterable[Holders]:
         """Those of each tier."""
         return (self.device, *self.lower.values())
@@ -64,6 +68,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.by_number: dict[int, Run] = {}
+        self.blocks = 0
         self._next = 0
 
     def add(self, keys: Sequence[int], parent: tuple[Run, int] | None) -> Run:
@@ -85,7 +90,8 @@ class Runs:
     def holds(self, slot: int, place: int, *, tier: str = GPU) -> bool:
         """Whether a rank holds a block."""
         run, at = self.at(place)
-        return run is not None and run.holders(tier).holds(slot, at)
+        holders = None if run is None else run.on(tier)
+        return holders is not None and holders.holds(slot, at)
 
     def follows(self, place: int, before: int) -> bool:
         """Whether a block is the one right behind another."""
@@ -123,7 +129,6 @@ class Chains:
         self._twins: Counter[int] = Counter()
         self.members = 0
         self.has_lower = False
-        self.blocks = 0
 
     def has(self, place: int) -> bool:
         """Whether a place is of these chains: ranks whose blocks are of another length may go by the same names."""
@@ -158,7 +163,7 @@ class Chains:
 
     def _append(self, run: Run | None, stop: int, keys: Sequence[int]) -> tuple[Run, int, int]:
         """Blocks nobody had, behind the first ``stop`` of a run."""
-        self.blocks += len(keys)
+        self._runs.blocks += len(keys)
         fits = run is not None and stop + len(keys) <= RUN_BLOCKS
         if run is not None and fits and stop == len(run.keys) and not run.has_lost_its_end:
             run.keys.extend(keys)
@@ -196,7 +201,7 @@ class Chains:
             self._count_copy(slot, tier, place, -1)
             return False
         run, at = self._runs.at(place)
-        if run is None or not run.holders(tier).lose(slot, at):
+        if run is None or (holders := run.on(tier)) is None or not holders.lose(slot, at):
             return False
         self._trim(run)
         return True
@@ -273,7 +278,7 @@ class Chains:
             self._shorten(run, length)
 
     def _shorten(self, run: Run, length: int) -> None:
-        self.blocks -= len(run.keys) - length
+        self._runs.blocks -= len(run.keys) - length
         if length:
             del run.keys[length:]
             run.has_lost_its_end = True

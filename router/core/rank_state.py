@@ -21,6 +21,9 @@ MAX_ORPHANS = 4096
 MAX_UNNAMED = 65536
 #: Of those that wait for one parent or one name.
 MAX_ALIKE = 256
+#: A unit of the budget.
+_UNIT_BYTES = 128
+_TOKEN_BYTES, _NUMBER_BYTES = 4, 32
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class RankState:
     unnamed: dict[EngineHash, list[int]] = field(default_factory=dict)
     reported: tuple[EngineHash, ...] = ()
     orphan_blocks: int = 0
+    orphan_units: int = 0
     _waiting: dict[EngineHash, tuple[tuple[EngineHash, BlockStored], ...]] = field(default_factory=dict)
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
@@ -75,10 +79,11 @@ class RankState:
             return
         self.orphans.setdefault(parent, []).append(event)
         self.orphan_blocks += len(event.hashes)
+        self.orphan_units += _units(event)
         mine = ((parent, event),)
         for name in names:
             self._waiting[name] = self._waiting.get(name, ()) + mine
-        while len(self.orphans) > MAX_ORPHANS or self.orphan_blocks > most_blocks:
+        while len(self.orphans) > MAX_ORPHANS or self.orphan_units > most_blocks:
             self.take_orphans(next(iter(self.orphans)))
 
     def take_orphans(self, parent: EngineHash) -> Sequence[BlockStored]:
@@ -90,6 +95,7 @@ class RankState:
 
     def _end_wait(self, event: BlockStored) -> None:
         self.orphan_blocks -= len(event.hashes)
+        self.orphan_units -= _units(event)
         for name in dict.fromkeys(event.hashes):
             left = tuple([each for each in self._waiting[name] if each[1] is not event])
             if left:
@@ -148,8 +154,15 @@ class RankState:
         self.orphans.clear()
         self.unplaced.clear()
         self.unnamed.clear()
-        self.orphan_blocks = 0
+        self.orphan_blocks = self.orphan_units = 0
         self._waiting.clear()
+
+
+def _units(event: BlockStored) -> int:
+    """What an event that waits takes, in the units of ``core/budget``: its names, or its tokens and extra keys."""
+    extra = event.extra_keys or ()
+    chars = sum(len(key) if isinstance(key, str) else _NUMBER_BYTES for keys in extra for key in keys or ())
+    return max(len(event.hashes), (_TOKEN_BYTES * len(event.token_ids) + chars) // _UNIT_BYTES)
 
 
 def keys_of_event(event: BlockStored, parent: int | None, *, unit_tokens: int) -> array[int]:

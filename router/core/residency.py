@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from router.core.bounded import FEW_ORPHANS
 from router.core.groups import Groups
 from router.core.provisional import DENSE
 from router.core.radix_pool import RadixPool
@@ -21,8 +22,7 @@ from router.wire.kv_events import GPU, REMOTE, AllBlocksCleared, BlockRemoved, B
 
 #: Among the sparse groups: prompts' ends inside a block of the dense group. Other groups have the engine's numbers.
 TAILS = -2
-#: On each rank so many blocks may wait for a parent, or this share of those that may be known, if it is more.
-FEW_ORPHANS = 1024
+#: On each rank this share of the blocks that may be known may wait for a parent, or ``FEW_ORPHANS``, if it is more.
 ORPHANS_SHARE = 16
 
 
@@ -51,6 +51,7 @@ class Residency(Groups):
         rank = self._ranks[slot]
         if rank.is_doubted:
             self._forget_groups(rank, slot)
+        self._account(event)
         if self._is_news(rank, event):
             self._learn_group(rank, slot, event)
             if rank.dense_group is not None:
@@ -74,12 +75,13 @@ class Residency(Groups):
             parent = self._adopt(rank, slot, event, self.provisional.expected(slot))
             parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
-            rank.wait_for_parent(event.parent, event, most_blocks=max(FEW_ORPHANS, self.max_blocks // ORPHANS_SHARE))
+            most = max(FEW_ORPHANS, self.max_blocks // ORPHANS_SHARE)
+            rank.wait_for_parent(event.parent, event, most_blocks=most)
             return
         if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent)):
             self._heal(rank, slot, parent)
         if event.lora_name:
-            self.adapters.add(event.lora_name)
+            self._note_adapter(event.lora_name)
         keys: Sequence[int] = keys_of_event(event, parent_key, unit_tokens=self.block_tokens)
         if self.namespaces:
             parent, keys = self._claim(rank, slot, event, parent, keys)
@@ -107,9 +109,9 @@ class Residency(Groups):
     ) -> None:
         before = None if parent is None else self._runs.key(parent)
         places: Iterable[int]
-        known = rank.chains.blocks
+        known = self._runs.blocks
         new, places = rank.chains.extend(slot, parent, keys)
-        fresh = rank.chains.blocks - known
+        fresh = self._runs.blocks - known
         rank.blocks += new
         rank.applied_blocks += len(keys)
         if rank.adopted.is_used:
@@ -202,9 +204,10 @@ class Residency(Groups):
         rank = self._ranks[slot]
         if rank.is_doubted:
             self._forget_groups(rank, slot)
-        if event.group in rank.rules:
+        tier = self._known_tier(tier_of(event.medium))
+        if event.group in rank.rules or tier is None:
             return
-        tier = tier_of(event.medium)
+        self._account(event)
         if rank.dense_group is None and event.is_dense and event.hashes:
             rule = self._rule(rank, event)
             if rule.kind is Kind.DENSE and rule.stride != rank.stride:  # until the device's own blocks tell
@@ -216,9 +219,9 @@ class Residency(Groups):
             if key is not None or event.parent is None:
                 keys = keys_of_event(event, key, unit_tokens=self.block_tokens)
                 if self._make_room(parent, len(keys)):
-                    before = rank.chains.blocks
+                    before = self._runs.blocks
                     places = rank.chains.extend(slot, parent, keys, tier=tier)[1]
-                    self._learn(rank, slot, event.hashes, places, fresh=rank.chains.blocks - before)
+                    self._learn(rank, slot, event.hashes, places, fresh=self._runs.blocks - before)
                 return
         for place in known:
             if place is not None:

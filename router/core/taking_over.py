@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from router.core.adoption import Expected
-from router.core.blocks import Blocks
+from router.core.bounded import Bounded
 from router.core.rank_state import RankState
 from router.wire.kv_events import BlockStored
 
@@ -15,7 +15,7 @@ from router.wire.kv_events import BlockStored
 MOST_TRIED = 128
 
 
-class TakingOver(Blocks):
+class TakingOver(Bounded):
     """What prompts in flight, engines' answers and later events show to be there."""
 
     def _adopt(self, rank: RankState, slot: int, event: BlockStored, chains: Iterable[Expected]) -> int | None:

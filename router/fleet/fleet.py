@@ -34,6 +34,7 @@ from router.core.types import (
 )
 from router.core.usable import Geometry
 from router.fleet.gauges import unwatch, watch
+from router.fleet.indexes import Indexes
 from router.fleet.member import HeldBack, Member, RankInfo
 from router.fleet.shared import ChangedCharges, Embedded, SharedState
 from router.fleet.target import ModelCard, Target
@@ -44,8 +45,6 @@ from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch, Sna
 
 #: After a reset that the router made, an engine may be so late with the clear that belongs to it.
 CLEAR_SECONDS = 5.0
-#: An index is shared by the ranks that serve the same models in blocks of the same size.
-IndexKey = tuple[frozenset[str], int]
 
 
 class Fleet:
@@ -93,10 +92,11 @@ class Fleet:
         self._slots: dict[RankId, int] = {}
         self._geometries: dict[str, Geometry] = {}
         self._peers: dict[frozenset[str], PacePeers] = {}
-        self._indexes: dict[IndexKey, PrefixIndex] = {}
+        self._indexes = Indexes(settings.max_index_blocks, on_failed_forecast=self._note_failed_forecast)
         metrics.sessions.set_function(lambda: len(self.sessions))
-        metrics.index_entries.set_function(lambda: sum(map(len, self._indexes.values())))
-        metrics.index_evicted.set_function(lambda: sum(index.evicted_blocks for index in self._indexes.values()))
+        metrics.index_entries.set_function(self._indexes.blocks)
+        metrics.index_used.set_function(self._indexes.used)
+        metrics.index_evicted.set_function(self._indexes.evicted_blocks)
 
     def set_geometry(self, model: str, geometry: Geometry) -> None:
         """What no event stream says of a model. Holds for ranks that are added later."""
@@ -158,9 +158,10 @@ class Fleet:
         member = self._members.pop(slot)
         del self._slots[member.id]
         member.learner.leave()
+        if all(other.models != member.models for other in self._members.values()):
+            del self._peers[member.models]
         if member.index is not None:
-            member.index.remove_rank(slot)
-            member.index.provisional.forget(slot)
+            self._indexes.leave(member.index, slot)
         self.loads.forget(slot)
         self.breakers.forget(slot)
         self.full.forget(slot)
@@ -196,7 +197,7 @@ class Fleet:
 
     def indexes(self, model: str) -> Sequence[PrefixIndex]:
         """The indexes whose ranks serve a model: one a block size."""
-        return [index for (models, _), index in self._indexes.items() if model in models]
+        return self._indexes.serving(model)
 
     # --- other replicas -----------------------------------------------------------------------------
 
@@ -256,6 +257,7 @@ class Fleet:
         if member.index is not None:
             member.index.end_batch(slot)
             whole = not member.index.was_contradicted(slot) and whole
+        self._indexes.tidy()
         member.stored_events += counts.get(BlockStored.__name__, 0)
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
@@ -310,13 +312,8 @@ class Fleet:
         groups: Sequence[BlockStored] = ()
         if member.index is not None:
             groups = member.index.met(member.slot)
-            member.index.remove_rank(member.slot)
-            member.index.provisional.forget(member.slot)
-        key = (member.models, block_tokens)
-        if key not in self._indexes:
-            self._indexes[key] = PrefixIndex(block_tokens=block_tokens, max_blocks=self._settings.max_index_blocks)
-            self._indexes[key].on_failed_forecast = self._note_failed_forecast
-        member.index = self._indexes[key]
+            self._indexes.leave(member.index, member.slot)
+        member.index = self._indexes.of(member.models, block_tokens=block_tokens)
         member.block_tokens = block_tokens
         member.applied_before = 0
         geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)

@@ -145,6 +145,7 @@ class Metrics:
         self.index_blocks = gauge("index_blocks", "Blocks the index believes resident on a rank.", RANK)
         self.index_orphans = gauge("index_orphan_blocks", "Stored blocks whose parent has not been seen.", RANK)
         self.index_entries = gauge("index_entries", "Distinct blocks in the index.")
+        self.index_used = gauge("index_used_blocks", "What the index holds of routing.max_index_blocks, in all.")
         self.index_evicted = gauge("index_evicted_blocks", "Blocks forgotten because the index was full.")
 
         # State shared by several routers

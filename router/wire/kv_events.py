@@ -36,6 +36,7 @@ _U64 = (1 << 64) - 1
 _MAX_BLOCK_TOKENS = 1 << 20
 _MAX_GROUPS = 64  # engines number theirs from 0; models have a handful
 _MAX_WINDOW_TOKENS = 1 << 31
+_MAX_HASH_BYTES = 64  # engines' have 32
 _T = TypeVar("_T")
 
 
@@ -298,9 +299,9 @@ def _hashes(raw: Sequence[object]) -> tuple[EngineHash, ...]:
 def _hash(raw: object) -> EngineHash:
     if isinstance(raw, int):
         return raw & _U64
-    if isinstance(raw, bytes):
+    if isinstance(raw, bytes) and len(raw) <= _MAX_HASH_BYTES:
         return raw
-    raise TypeError(f"a block hash is an integer or bytes, not {type(raw).__name__}")
+    raise TypeError(f"a block hash is an integer or up to {_MAX_HASH_BYTES} bytes, not {type(raw).__name__}")
 
 
 # --- encoding (the shim publishes in vLLM's current form) ----------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from router.core.bounded import FEW_ORPHANS
 from router.core.index import PrefixIndex
-from router.core.residency import FEW_ORPHANS
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockRemoved, BlockStored
 

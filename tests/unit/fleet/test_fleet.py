@@ -219,11 +219,13 @@ def test_a_rank_that_leaves_takes_everything_with_it() -> None:
     assert (world.reusable(), world.fleet.texts.blocks_sent([1, 2])) == ({}, {})
     assert world.fleet.member(slot).load.inflight == 0
     assert world.fleet.sessions.home("m", SessionKey("t", "s"), now=world.now) is None
-    mine = index.promise(slot, keys[:2], prompt_tokens=33)
+    newcomers = world.fleet.member(slot).index
+    assert newcomers is not None
+    mine = newcomers.promise(slot, keys[:2], prompt_tokens=33)
     index.provisional.drop(promise)
     assert world.reusable() == {slot: 32}
-    index.provisional.drop(mine)
-    assert (len(index.provisional), index.provisional.dense) == (0, {})
+    newcomers.provisional.drop(mine)
+    assert (len(newcomers.provisional), newcomers.provisional.dense) == (0, {})
 
 
 def test_a_promise_shorter_than_the_window_counts_whole() -> None:
