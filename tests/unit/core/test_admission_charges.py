@@ -80,6 +80,17 @@ def test_a_conversation_that_moves_takes_its_charge_along() -> None:
     assert (desk.admission.charged_tokens(0), desk.admission.charged_tokens(1)) == (0, 600)
 
 
+def test_a_context_that_was_used_again_meanwhile_has_not_moved() -> None:
+    """One request takes 500 tokens to rank 1. Before it is answered another is served on rank 0 and leaves them there."""
+    desk = Desk(fleet(2))
+    desk.turn(ask("a", 500))
+    moving = desk.start(ask("a", 500), 1, now=2.0)
+    desk.admission.finish(desk.start(ask("a", 500), 0, now=3.0), now=4.0)
+    desk.admission.finish(moving, now=5.0)
+
+    assert (desk.admission.charged_tokens(0), desk.admission.charged_tokens(1)) == (500, 500)
+
+
 def test_a_lost_ranks_conversations_start_anew() -> None:
     """Its charges are gone with it, also those of a request that ends afterwards."""
     desk = Desk(fleet(1))

@@ -97,6 +97,20 @@ def test_both_pools_are_charged_each_with_its_part() -> None:
     assert desk.charged() == [0, 400, 500, 0]
 
 
+def test_neither_rank_of_a_pair_takes_the_others_context() -> None:
+    """A turn visits both at once: what the prompt's rank has is no context that the answer's takes along, though the
+    clock has not moved on between its turns.
+    """
+    desk = Desk(fleet(P, P, D, D))
+    desk.turn(ask("a", 400, output=100), 1, 2)
+    answer, prompt = desk.pair(ask("a", 400, output=100), 1, 2)
+    for visit in (prompt, answer):
+        visit.first_token()
+        desk.admission.finish(visit, now=0.0)
+
+    assert desk.charged() == [0, 400, 500, 0]
+
+
 @pytest.mark.parametrize("full", [(0, 1), (2, 3)])
 def test_a_newcomer_needs_room_in_both_pools(full: tuple[int, int]) -> None:
     """With the prefill ranks full it waits, and with the decode ranks; it goes when one of those has room again."""

@@ -15,7 +15,6 @@ from router.core.pace import prefill_seconds, prior
 from router.core.policy import Affinity, Policy, RoundRobin, SessionHash, least_loaded, make_policy
 from router.core.types import (
     FleetView,
-    RankId,
     RankPace,
     RankStatus,
     RankView,
@@ -23,7 +22,6 @@ from router.core.types import (
     Residency,
     RouteRequest,
     SessionKey,
-    Trust,
 )
 from tests.fakes.rank_views import rank_view
 
@@ -282,35 +280,40 @@ def test_a_distrusted_prediction_counts_for_less() -> None:
     assert decide(AFFINITY, fleet, request(reusable_tokens={0: 900, 1: 200})) == (1, Reason.PREFIX)
 
 
-def test_a_full_pool_is_a_price() -> None:
-    """Both are cold; on rank 0 the prompt would push 1,010 tokens out, half of which will be missed."""
-    fleet = Fleet(2)
-    full = RankView(
-        slot=0,
-        id=RankId("w", 0),
-        models=frozenset({"m"}),
-        status=RankStatus.READY,
-        load=fleet.book.load(0),
-        pace=PACE,
-        trust=Trust(),
-        pool_tokens=5000,
-        residency=Residency(5000),
-    )
-    roomy = RankView(
-        slot=1,
-        id=RankId("w", 1),
-        models=frozenset({"m"}),
-        status=RankStatus.READY,
-        load=fleet.book.load(1),
-        pace=PACE,
-        trust=Trust(),
-        pool_tokens=5000,
-        residency=Residency(0),
-    )
-    prices = [price(rank, request(), home=None, parameters=CostParameters(), now=0.0) for rank in (full, roomy)]
+@pytest.mark.parametrize(
+    ("resident_tokens", "pushed_tokens"),
+    [(0, 0), (3990, 0), (4500, 510), (5000, 1010), (9000, 1010)],  # by more than it adds no prompt pushes others out
+)
+def test_a_full_pool_is_a_price(resident_tokens: int, pushed_tokens: int) -> None:
+    """Of 5,000 tokens, of what the cold prompt and its answer, 1,010, push out there, half of which will be missed."""
+    full = rank_view(0, pace=PACE, pool_tokens=5000, residency=Residency(resident_tokens))
+    found = price(full, request(), home=None, parameters=CostParameters(), now=0.0)
 
-    assert prices[0].evict_seconds == pytest.approx(0.5 * 0.001 * 1010)
-    assert prices[1].evict_seconds == 0.0
+    assert found.evict_seconds == pytest.approx(0.5 * 0.001 * pushed_tokens)
+
+
+def test_of_equals_home_is_taken() -> None:
+    """It has nothing, so nothing keeps the session there; but nothing speaks for another rank either."""
+    for policy in (AFFINITY, Affinity(CostParameters(), agree=True)):
+        for number in range(20):
+            asked = request(home=2, session=SessionKey("t", f"s{number}"))
+            assert decide(policy, Fleet(4), asked, seed=number) == (2, Reason.HOME)
+
+
+@pytest.mark.parametrize(("cached", "expected"), [({}, {0, 1, 2}), ({2: 900}, {0})])
+def test_where_a_near_rank_has_something_routers_agree_on_the_cheapest(
+    cached: dict[int, int], expected: set[int]
+) -> None:
+    """Computing takes 1 s, and of the queues that of rank 2 is the longest: what it has makes up for most of it. New
+    sessions go to all ranks that are near while those are cold, else to the cheapest though it is cold itself.
+    """
+    fleet = Fleet(3)
+    for slot, queued_seconds in ((1, 0.1), (2, 0.3)):
+        fleet.ranks[slot].load.waiting, fleet.ranks[slot].load.waiting_seconds = 1, queued_seconds
+    policy = Affinity(CostParameters(), agree=True)
+    asked = [request(session=SessionKey("t", f"s{number}"), reusable_tokens=cached) for number in range(40)]
+
+    assert {decide(policy, fleet, one)[0] for one in asked} == expected
 
 
 def test_a_slow_rank_is_dearer() -> None:
