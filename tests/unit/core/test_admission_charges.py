@@ -81,7 +81,7 @@ def test_a_conversation_that_moves_takes_its_charge_along() -> None:
 
 
 def test_a_context_that_was_used_again_meanwhile_has_not_moved() -> None:
-    """One request takes 500 tokens to rank 1. Before it is answered another is served on rank 0 and leaves them there."""
+    """One request takes 500 tokens to rank 1. While it runs another is served on rank 0, and leaves them there."""
     desk = Desk(fleet(2))
     desk.turn(ask("a", 500))
     moving = desk.start(ask("a", 500), 1, now=2.0)
