@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from router.core.chains import Runs
 from router.wire.kv_events import EngineHash
 
+#: So many names are looked at in one step of a sweep.
+_AT_ONCE = 64
+
 
 @dataclass(slots=True)
 class NameTable:
@@ -53,10 +56,11 @@ class NameTable:
             self.strays[name] = stray
 
     def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> Iterator[None]:
-        """Let go of names whose block nobody holds, one by one."""
-        for name in list(self.places):
-            place = self.places.get(name)
-            if place is not None and (name in self.others or not runs.is_held(place)):
+        """Let go of names whose block nobody holds, a few at a time."""
+        names, place = list(self.places), self.places.get
+        for start in range(0, len(names), _AT_ONCE):
+            known = [(name, at) for name in names[start : start + _AT_ONCE] if (at := place(name)) is not None]
+            for name in [name for name, at in known if name in self.others or not runs.is_held(at)]:
                 places = self.all_places(name)
                 keys = [key for each in places if (key := runs.key(each)) is not None and is_sparse(key)]
                 self._set_places(name, [each for each in places if runs.is_held(each)])
