@@ -168,7 +168,7 @@ ROWS: dict[str, list[Json]] = {
             ),
             unit="s",
         ),
-        panel("Sessions with a home", ("max by (instance) (homing_sessions)", "{{instance}}")),
+        panel("Sessions remembered", ("max by (instance) (homing_sessions)", "{{instance}}")),
     ],
 }
 

@@ -147,7 +147,7 @@ def create_admin(
 
     @app.get(
         "/admin/sessions",
-        summary="Sessions with a home, the most recently used first.",
+        summary="Sessions with a home, the most recently used first; the total counts those, too, whose rank has gone.",
         responses=errors(400),
     )
     async def list_sessions(limit: Annotated[int, Query(ge=1, le=10_000)] = 100) -> Json:

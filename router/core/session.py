@@ -37,7 +37,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
@@ -45,7 +45,7 @@ from typing import Any
 
 import xxhash
 
-from router.core.returns import Returns
+from router.core.returns import Conversation, Returns
 from router.core.types import SessionKey
 
 MAX_ID_CHARS = 256
@@ -271,16 +271,16 @@ class SessionTable:
         self.returns = Returns()
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
-        self._bindings: OrderedDict[tuple[str, SessionKey], Binding] = OrderedDict()
+        self._bindings: OrderedDict[Conversation, Binding] = OrderedDict()
         self._tenures: dict[int, Tenure] = {}
 
     def __len__(self) -> int:
         """All that are remembered, those whose ranks have gone too."""
         return len(self._bindings)
 
-    def items(self) -> Sequence[tuple[tuple[str, SessionKey], Binding]]:
-        """All bindings to ranks that are there, the longest unused first."""
-        return [(conversation, binding) for conversation, binding in self._bindings.items() if binding.slots]
+    def recent(self) -> Iterator[tuple[Conversation, Binding]]:
+        """Bindings to ranks that are there, the last used first."""
+        return (item for item in reversed(self._bindings.items()) if item[1].slots)
 
     def home(
         self, model: str, key: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
@@ -345,12 +345,12 @@ class SessionTable:
             tenure = self._tenures[slot] = Tenure(slot)
         return tenure
 
-    def _bound(self, conversation: tuple[str, SessionKey]) -> Binding | None:
+    def _bound(self, conversation: Conversation) -> Binding | None:
         """The binding, if it is to a rank that is there."""
         binding = self._bindings.get(conversation)
         return None if binding is None or not binding.slots else binding
 
-    def _bind(self, conversation: tuple[str, SessionKey], slot: int, *, used_at: float, now: float) -> Binding:
+    def _bind(self, conversation: Conversation, slot: int, *, used_at: float, now: float) -> Binding:
         """A fresh binding, in the place of one to ranks that are gone."""
         self._bindings.pop(conversation, None)
         self._make_room(now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 
 from router.core.breaker import BreakerParameters, Breakers
@@ -380,10 +381,9 @@ class Fleet:
     def session_list(self, limit: int) -> list[tuple[str, SessionKey, RankId, float]]:
         """The most recently used sessions: model, session, home, seconds since last use."""
         now = self.clock()
-        recent = list(reversed(self.sessions.items()))[:limit]
         return [
             (model, key, self._members[binding.slot].id, now - binding.used_at)
-            for (model, key), binding in recent
+            for (model, key), binding in islice(self.sessions.recent(), limit)
             if binding.slot in self._members
         ]
 

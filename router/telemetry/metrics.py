@@ -83,7 +83,7 @@ class Metrics:
             ("end",),
         )
         self.admission_on = gauge("admission_on", "1 while holding is judged to be of use.")
-        self.sessions = gauge("sessions", "Sessions with a home.")
+        self.sessions = gauge("sessions", "Sessions that are remembered.")
 
         # Cache reuse: the loop that compares what was promised with what was
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.", RANK)

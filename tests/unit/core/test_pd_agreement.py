@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from copy import copy
 
 import pytest
 
 from router.core.cost import CostParameters
 from router.core.pace import prior
 from router.core.pd import make_role_policy
+from router.core.policy import Policy
 from router.core.types import (
     FleetView,
     Handover,
@@ -58,11 +60,11 @@ class Router:
 
     def __init__(self, view: FleetView, *, seed: int) -> None:
         self._view, self._rng = view, random.Random(seed)
-        self._policy = make_role_policy("affinity", CostParameters(), agree=True)
+        self.policy: Policy = make_role_policy("affinity", CostParameters(), agree=True)
 
     def decide(self, request: RouteRequest) -> tuple[int | None, int]:
         """Slots of the prefill leg and of the answering rank."""
-        decision = self._policy(self._view, request, self._rng, NOW)
+        decision = self.policy(self._view, request, self._rng, NOW)
         assert decision is not None
         return decision.prefill and decision.prefill.slot, decision.slot
 
@@ -88,6 +90,8 @@ def test_a_new_session_goes_to_one_pair(routers: tuple[Router, Router]) -> None:
     assert [second.decide(ask(number)) for number in range(60)] == found
     assert {prompt for prompt, _ in found} == {0, 1, 2}
     assert {answer for _, answer in found} == {3, 4, 5}
+    second.policy = copy(first.policy)  # for decisions that are only shown
+    assert [second.decide(ask(number)) for number in range(60)] == found
 
 
 def test_a_session_stays_in_its_pair(routers: tuple[Router, Router]) -> None:

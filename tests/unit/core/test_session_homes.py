@@ -77,7 +77,7 @@ def test_expired_sessions_make_room_before_the_table_is_full() -> None:
         serve(table, number, slot=0, now=number)
     serve(table, 9, slot=0, now=62.5)
 
-    assert [entry[0][1].session for entry in table.items()] == ["s3", "s4", "s9"]
+    assert [entry[0][1].session for entry in table.recent()] == ["s9", "s4", "s3"]
 
 
 def test_a_session_is_at_home_where_most_of_the_prompt_is() -> None:
@@ -158,7 +158,7 @@ def test_the_next_rank_of_a_slot_inherits_no_sessions() -> None:
     serve(table, 3, slot=2, now=1)
 
     assert [table.home("m", key(number), now=2) for number in (1, 2, 3)] == [None, 3, 2]
-    assert [entry[0][1].session for entry in table.items()] == ["s2", "s3"]
+    assert [entry[0][1].session for entry in table.recent()] == ["s3", "s2"]
     table.start("m", key(1), slot=3, now=2)
     assert table.is_beginning("m", key(1))
 
@@ -171,7 +171,7 @@ def test_sessions_without_a_rank_keep_the_tables_bound() -> None:
         table.forget_slot(number)
 
     assert len(table) == 3
-    assert not table.items()
+    assert not list(table.recent())
 
 
 @pytest.mark.parametrize("seed", range(5))
