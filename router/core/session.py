@@ -292,7 +292,9 @@ class SessionTable:
         binding = self._bindings.get((model, key))
         if binding is None or (not binding.inflight and now - binding.used_at > self.idle_seconds):
             return None
-        return max(binding.slots, key=lambda slot: held.get(slot, 0), default=None)
+        if len(slots := binding.slots) > 1:
+            return max(slots, key=lambda slot: held.get(slot, 0))
+        return slots[0] if slots else None
 
     def is_beginning(self, model: str, key: SessionKey) -> bool:
         """Requests of the session are on their way, and none has been answered yet."""
@@ -348,7 +350,9 @@ class SessionTable:
     def _bound(self, conversation: Conversation) -> Binding | None:
         """The binding, if it is to a rank that is there."""
         binding = self._bindings.get(conversation)
-        return None if binding is None or not binding.slots else binding
+        if binding is None or (binding.homes[0].is_over and not binding.slots):
+            return None
+        return binding
 
     def _bind(self, conversation: Conversation, slot: int, *, used_at: float, now: float) -> Binding:
         """A fresh binding, in the place of one to ranks that are gone."""
