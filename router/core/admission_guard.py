@@ -26,11 +26,12 @@ class _Use:
 class Guard:
     """Holding is of use while conversations come back soon and prompts are computed again that had been evicted.
 
-    Each model is judged by its own traffic: one whose requests are all different says nothing of another's agents.
-    Both are fading shares with a lower threshold for going off than for going on. Until there is evidence holding is
-    on, so that a cold fleet is not flooded before anything is known. Of returns there is evidence after some ten
-    seconds. Of evictions there is none before the ranks have computed as much as their pools hold, and none from ranks
-    for which requests are held, since what holding saves cannot be seen.
+    Each model is judged by its own traffic, and by the conversations that have come back before: those have contexts to
+    lose, whatever is asked once beside them. How much they have to lose the evictions tell, a share of all that is
+    computed. Both are fading shares with a lower threshold for going off than for going on. Until there is evidence
+    holding is on, so that a cold fleet is not flooded before anything is known. Of returns there is evidence after some
+    ten seconds. Of evictions there is none before the ranks have computed as much as their pools hold, and none from
+    ranks for which requests are held, since what holding saves cannot be seen.
     """
 
     RETURN_ON, RETURN_OFF = 0.45, 0.35
@@ -53,8 +54,8 @@ class Guard:
         return use is None or use.on
 
     def return_ratio(self, model: str) -> float:
-        """Share of the model's conversations that ask again soon after their last answer."""
-        return self._returns.ratio(model)
+        """Of the model's conversations that have come back before, the share that ask again soon after an answer."""
+        return self._returns.again_ratio(model)
 
     def evicted_ratio(self, model: str) -> float:
         """Share of computed prompt tokens that had been computed before; 1 while nothing is known."""
@@ -89,7 +90,7 @@ class Guard:
     def decide(self, model: str, *, now: float) -> bool:
         """Whether to hold requests for the model from now on."""
         self._returns.give_up(now=now)
-        use, returns = self._uses.heard(model, now=now), self._returns.ratio(model)
+        use, returns = self._uses.heard(model, now=now), self._returns.again_ratio(model)
         if use.on:
             use.on = returns > self.RETURN_OFF and use.evicted_ratio > self.EVICTED_OFF
         else:

@@ -81,6 +81,92 @@ def test_what_outgrew_the_ranks_while_the_guard_was_off_is_shed() -> None:
     assert isinstance(desk.offer(ask("newer", 450), now=1.0), Hold)
 
 
+def chat(returns: Returns, names: list[str], *, since: float, seconds: int, period: int) -> None:
+    """Each asks every ``period`` seconds, for half a second."""
+    for second in range(0, seconds, period):
+        for name in names:
+            conversation = ("m", SessionKey("", name))
+            returns.arrived(conversation, now=since + second)
+            returns.left(conversation, now=since + second + 0.5)
+
+
+def ask_once(returns: Returns, *, since: float, seconds: int, rate: int, agents: int = 0) -> None:
+    """So many different questions a second, beside so many agents that ask every four seconds."""
+    for second in range(seconds):
+        now = since + second
+        if second % 4 == 0:
+            chat(returns, [f"agent{number}" for number in range(agents)], since=now, seconds=1, period=1)
+        for number in range(rate):
+            returns.left(("m", SessionKey("", f"once{now}-{number}")), now=now + 0.5)
+
+
+def test_questions_asked_once_say_nothing_of_the_agents_beside_them() -> None:
+    """Four agents ask once a second together, beside twenty questions a second: one of 21 comes back, and each agent.
+    A quarter of an hour after the last agent holding is of no use any more."""
+    returns = Returns()
+    guard = Guard(returns)
+    ask_once(returns, since=0.0, seconds=600, rate=20, agents=4)
+    assert guard.decide("m", now=600.0)
+    assert returns.ratio("m") < 0.06
+    assert guard.return_ratio("m") > 0.9
+
+    ask_once(returns, since=600.0, seconds=900, rate=20)
+    assert not guard.decide("m", now=1500.0)
+
+
+def test_who_always_comes_back_late_does_not_come_back_soon() -> None:
+    """Thirty readers with a minute between their messages: known as such, and of no use to hold for."""
+    returns = Returns()
+    guard = Guard(returns)
+    chat(returns, [f"reader{number}" for number in range(30)], since=0.0, seconds=600, period=60)
+
+    assert not guard.decide("m", now=620.0)
+    assert guard.return_ratio("m") < 0.05
+
+
+def test_few_agents_are_not_believed_at_once() -> None:
+    """Of forty questions none comes back; one conversation does, thrice within seconds, and then never again: of its
+    second, third and last departure two were followed by more, beside 5 at 10 fading returns of as many and 41 more."""
+    returns = Returns()
+    for number in range(40):
+        returns.left(("m", SessionKey("", f"once{number}")), now=0.0)
+    returns.give_up(now=20.0)
+    chat(returns, ["agent"], since=20.0, seconds=4, period=1)
+    returns.give_up(now=40.0)
+
+    fade = 0.5 ** (1 / 200)
+    returned = departed = 10.0
+    for came in [0] * 40 + [1, 1, 1, 0]:
+        returned, departed = returned * fade + came, departed * fade + 1
+    faded = [0.5 ** ((40.0 - at) / 120.0) for at in (22.0, 23.0, 40.0)]
+    again = (faded[0] + faded[1] + 5 * returned / departed) / (sum(faded) + 5)
+    assert returns.ratio("m") == pytest.approx(returned / departed)
+    assert returns.again_ratio("m") == pytest.approx(again)
+
+
+def test_of_very_many_conversations_those_that_left_first_are_not_known_again() -> None:
+    """Three are remembered: b, which left before c, a and d last did, comes back as a new one, and its next departure
+    is like any; a is known."""
+
+    class Few(Returns):
+        MOST_REMEMBERED = 3
+
+    returns = Few()
+    a, b, c, d = (("m", SessionKey("", name)) for name in "abcd")
+    for conversation in (a, b, c, a, d):
+        returns.left(conversation, now=0.0)
+    returns.give_up(now=20.0)
+    returns.arrived(b, now=20.0)
+    returns.left(b, now=20.0)
+    returns.arrived(a, now=20.0)
+    returns.give_up(now=40.0)
+    assert returns.again_ratio("m") == returns.ratio("m") < 1.0
+
+    returns.left(a, now=40.0)
+    returns.arrived(a, now=40.0)
+    assert returns.again_ratio("m") > returns.ratio("m")
+
+
 def of(model: str, name: str, tokens: int) -> RouteRequest:
     return msgspec.structs.replace(ask(name, tokens), model=model)
 
@@ -115,11 +201,11 @@ def test_what_does_not_come_back_at_one_model_holds_no_agents_of_another_back(ra
 
 def test_requests_held_for_one_model_hide_nothing_of_another() -> None:
     """While a request for a waits, 1,000 tokens are computed on each rank, of which half had been before: that tells of
-    b, whose rank serves b alone; of a it does not, nor of c, which shares a's rank."""
+    b, whose rank of 950 serves b alone; of a it does not, nor of c, which shares a's rank."""
     view = fleet(2)
     ranks = [
-        replace(rank, models=frozenset(models), pool_tokens=100)
-        for rank, models in zip(view.ranks, ("ac", "b"), strict=True)
+        replace(rank, models=frozenset(models), pool_tokens=pool_tokens)
+        for rank, models, pool_tokens in zip(view.ranks, ("ac", "b"), (100, 950), strict=True)
     ]
     desk = Desk(FleetView(tuple(ranks)))
     desk.start(of("a", "full", 90), 0)
@@ -131,11 +217,29 @@ def test_requests_held_for_one_model_hide_nothing_of_another() -> None:
     assert [desk.admission.guard.evicted_ratio(model) for model in "abc"] == [1.0, 0.5, 1.0]
 
 
+def test_what_outgrew_the_ranks_of_other_models_is_left() -> None:
+    """Off for both models each rank of 1,000 was charged to 1,200. Holding begins for a, whose newest loses its place;
+    b's keeps it."""
+    guard = Guard()
+    view = fleet(2)
+    ranks = [replace(rank, models=frozenset({model})) for rank, model in zip(view.ranks, "ab", strict=True)]
+    desk = Desk(FleetView(tuple(ranks)), guard)
+    for slot, model in enumerate("ab"):
+        teach(guard, model, comes_back=False, now=-20.0)
+        assert not guard.decide(model, now=0.0)
+        for name in ("older", "newer"):
+            desk.start(of(model, name, 600), slot)
+    teach(guard, "a", comes_back=True, now=0.0)
+
+    assert isinstance(desk.offer(of("a", "next", 600), now=1.0), Hold)
+    assert [desk.admission.charged_tokens(slot) for slot in (0, 1)] == [600, 1200]
+
+
 def test_models_that_are_gone_are_forgotten() -> None:
     """One of which nothing was heard for an hour, and of very many the one heard of longest ago."""
     returns = Returns()
     guard = Guard(returns)
-    for model in ("gone", "stays"):
+    for model in ("stays", "gone"):
         teach(guard, model, comes_back=False, now=0.0)
         assert not guard.decide(model, now=20.0)
     teach(guard, "stays", comes_back=False, now=2000.0)
