@@ -101,7 +101,7 @@ def _left_behind(world: FleetRig) -> dict[str, float]:
         "waiting": sum(load.waiting for load in loads),
         "tokens waiting": sum(load.waiting_tokens for load in loads),
         "seconds waiting": sum(load.waiting_seconds for load in loads),
-        "sessions at work": sum(binding.inflight for _, binding in world.fleet.sessions.items()),
+        "sessions at work": sum(binding.inflight for _, binding in world.fleet.sessions.recent()),
         "requests": world.count("homing_inflight_requests"),
         "clients": world.count("homing_connections"),
     }

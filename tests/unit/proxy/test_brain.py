@@ -151,7 +151,7 @@ async def test_nothing_is_left_once_all_has_ended(script: Script) -> None:
         assert member.pace.factor > 0.0
     (index,) = world.fleet.indexes("m")
     assert (len(index.provisional), index.provisional.dense) == (0, {})
-    assert all(binding.inflight == 0 for _, binding in world.fleet.sessions.items())
+    assert all(binding.inflight == 0 for _, binding in world.fleet.sessions.recent())
 
 
 async def test_a_lease_counts_while_it_is_open() -> None:

@@ -107,7 +107,7 @@ async def test_a_draining_rank_hands_its_sessions_over_one_turn_at_a_time() -> N
         world.publish(0, history)
     for name, history in histories.items():
         finish(await world.ask(history, name))
-    assert {binding.slot for _, binding in world.fleet.sessions.items()} == {0}
+    assert {binding.slot for _, binding in world.fleet.sessions.recent()} == {0}
     world.fleet.set_status(0, RankStatus.DRAINING)
 
     first = await world.ask(histories["s0"], "s0")
