@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 import httpx
 
@@ -36,7 +37,7 @@ class Process:
 
     def start(self) -> None:
         """Start it; from here on it must be stopped."""
-        with self._log.open("wb") as log:
+        with self._log.open("wb") as log, _ENDING.held_back():
             self._process = subprocess.Popen(
                 self._command,
                 stdout=subprocess.PIPE if self._is_read else log,
@@ -93,10 +94,39 @@ class HomingProcess(Process):
         raise self.failed("did not start")
 
 
+class _Ending:
+    """Signals that end this process, as ``KeyboardInterrupt``; later where it would lose what it is about to start."""
+
+    def __init__(self) -> None:
+        self._is_held_back = self._is_due = False
+
+    def signalled(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals."""
+        if self._is_held_back:
+            self._is_due = True
+        else:
+            signal.default_int_handler(number, frame)
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Once, and not while it is held back already."""
+        self._is_held_back = True
+        try:
+            yield
+        finally:
+            self._is_held_back = False
+            if self._is_due:
+                self._is_due = False
+                raise KeyboardInterrupt
+
+
+_ENDING = _Ending()
+
+
 def end_on_signals() -> None:
     """Let a process that is told to end leave its ``with`` blocks, and so end what it started."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell lets background jobs ignore the first
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _ENDING.signalled)
 
 
 @contextlib.contextmanager
