@@ -233,7 +233,6 @@ class RouterBrain(Models):
             return self._route(prepared, exclude=exclude, now=self._fleet.clock())
 
         prepared.allowed = None
-        self._leases.presume(now=self._fleet.clock())
         answer = self._holding.offer(route, gone)
         if isinstance(answer, HeldRequest):
             if (decided := prepared.decided) is not None:
@@ -248,7 +247,6 @@ class RouterBrain(Models):
         fleet = self._fleet
         now = fleet.clock()
         self._promises.expire(now)
-        self._leases.presume(now=now)
         request = self._route(prepared, exclude=exclude, now=now)
         failing = fleet.breakers.closed_to(now=now)
         decision, leaving = self._decide(request, self._policy, self._rng, failing=failing, now=now)
@@ -280,7 +278,7 @@ class RouterBrain(Models):
         # Where it fetches a part from below its first token says little of how fast it computes.
         lease.is_loading = request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens
         if self._holding is not None:
-            lease.visit = self._holding.started(request, decision.slot, partner=partner)
+            lease.visit = self._holding.started(request, decision.slot, partner=partner, heard_by=lease.heard_by)
         return lease
 
     def _decide(

@@ -7,6 +7,7 @@ body, its keys and an entry here.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -31,11 +32,6 @@ Go = Callable[[frozenset[int] | None], None]
 
 #: What a request asks for, as of now.
 Route = Callable[[], RouteRequest]
-
-
-def _nothing_next(*, now: float) -> float | None:
-    """Nothing is taken for granted."""
-    return None
 
 
 class HeldRequest:
@@ -76,8 +72,9 @@ class Holding:
         self._seen_version = -1
         self._is_releasing = False
         self._timer: asyncio.TimerHandle | None = None
-        #: Ends the prefill of what is taken to be computed by now, and returns when the next one will be.
-        self.presume: Callable[..., float | None] = _nothing_next
+        #: A heap of those whose first token nobody will hear of, by when their prompts should be computed.
+        self._unheard: list[tuple[float, int, Visit]] = []
+        self._started = 0
         metrics.held_requests.set_function(lambda: len(self._held))
         metrics.held_tokens.set_function(lambda: admission.held_tokens)
         metrics.oldest_hold_seconds.set_function(self._oldest_seconds)
@@ -94,6 +91,8 @@ class Holding:
     def offer(self, route: Route, go: Go) -> HeldRequest | frozenset[int] | None:
         """A request has arrived: where it may go at once (None: anywhere), or that it waits until ``go``."""
         now = self._fleet.clock()
+        if self._presume(now=now):
+            self.release()
         answer = self._admission.offer(route(), self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
         self._metrics.admissions.labels(answer.why).inc()
         if not isinstance(answer, Hold):
@@ -160,9 +159,24 @@ class Holding:
 
     # --- requests under way ---------------------------------------------------------------------------
 
-    def started(self, request: RouteRequest, slot: int, *, partner: int | None) -> Visit:
-        """The request was sent to ``slot``, and to its ``partner`` where they are a pair."""
-        return self._admission.start(request, slot, self._view(), now=self._fleet.clock(), partner=partner)
+    def started(self, request: RouteRequest, slot: int, *, partner: int | None, heard_by: float | None = None) -> Visit:
+        """The request was sent to ``slot``, and to its ``partner`` where they are a pair. Where nobody will hear of its
+        first token its prompt should be computed at ``heard_by``.
+        """
+        visit = self._admission.start(request, slot, self._view(), now=self._fleet.clock(), partner=partner)
+        if heard_by is not None and visit.cold:
+            self._started += 1
+            heapq.heappush(self._unheard, (heard_by, self._started, visit))
+        return visit
+
+    def _presume(self, *, now: float) -> bool:
+        """Free the places for cold starts of prompts that should be computed by now, if there are any."""
+        was_freed = False
+        while self._unheard and self._unheard[0][0] <= now:
+            _, _, visit = heapq.heappop(self._unheard)
+            was_freed |= visit.cold
+            visit.leave_start()
+        return was_freed
 
     def first_token(self, visit: Visit) -> None:
         """Its prefill is over: the rank's place for a cold start may be free."""
@@ -246,14 +260,14 @@ class Holding:
 
     def _look_again(self) -> None:
         if self._timer is None:
-            now = self._fleet.clock()
-            due = self.presume(now=now)
-            seconds = _LOOK_AGAIN_SECONDS if due is None else min(_LOOK_AGAIN_SECONDS, due - now)
+            seconds = _LOOK_AGAIN_SECONDS
+            if self._unheard:
+                seconds = min(seconds, max(0.0, self._unheard[0][0] - self._fleet.clock()))
             self._timer = asyncio.get_running_loop().call_later(seconds, self._looked)
 
     def _looked(self) -> None:
         self._timer = None
-        self.presume(now=self._fleet.clock())
+        self._presume(now=self._fleet.clock())
         self.release()
         if self._held:
             self._look_again()

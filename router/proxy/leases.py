@@ -4,13 +4,11 @@ What is settled: load, breaker, the session's home, what the rank's cache is exp
 against what was expected, its speed, admission, and the record of the decision.
 
 A stream begins with its first token, when its prompt is computed. Of an answer that comes whole nobody hears when that
-was. So it is taken to be computed when it should be: its rank's queue and its place for a cold start are free from then
-on, however long the answer takes, and what it took says nothing of how fast the rank computes prompts.
+was: unless it is there before its prompt should be computed, it says nothing of how fast the rank computes prompts.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 
 from router.core.admission import Visit
@@ -59,11 +57,6 @@ class Leases:
         self._holding = holding
         self._decisions = decisions
         self._lengths = lengths
-        #: Attempts whose answers come whole, by when their prompts should be computed; a heap.
-        self._unheard: list[tuple[float, int, Lease]] = []
-        self._opened = 0
-        if holding is not None:
-            holding.presume = self.presume
 
     def _tell_home(self, prepared: PreparedRequest, member: Member) -> None:
         assert prepared.session is not None, "only a session has a home"
@@ -103,8 +96,7 @@ class Leases:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
         if not prepared.is_streamed and prepared.output_tokens > 1 and not member.is_prefill:
-            self._opened += 1
-            heapq.heappush(self._unheard, (now + wait + _own_seconds(decision, member), self._opened, lease))
+            lease.heard_by = now if is_handed else now + wait + decision.expected_prefill_seconds
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys or ())
             return lease
@@ -118,18 +110,6 @@ class Leases:
                 lease.promises.append(promise)
         return lease
 
-    def presume(self, *, now: float) -> float | None:
-        """Take those prompts for computed that should be by now. Returns when the next one should be."""
-        unheard = self._unheard
-        while unheard and unheard[0][0] <= now:
-            _, _, lease = heapq.heappop(unheard)
-            if not lease.claim.open:
-                continue
-            self._fleet.loads.first_byte(lease.claim, now=now)
-            if self._holding is not None and lease.visit is not None:
-                self._holding.first_token(lease.visit)
-        return unheard[0][0] if unheard else None
-
     def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         now, noted, prepared = self.clock(), lease.noted, lease.prepared
         is_keyed = prepared.tokens is not None
@@ -140,7 +120,8 @@ class Leases:
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=now)
-        if served is not None and is_keyed and not lease.is_loading:
+        is_heard = lease.heard_by is None or now < lease.heard_by
+        if served is not None and is_keyed and is_heard and not lease.is_loading:
             learn_pace(lease.member, lease.decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served)
 
     def _filled(self, lease: Lease, generated: Callable[[], int] | None) -> None:
@@ -240,13 +221,6 @@ class Leases:
             )
 
 
-def _own_seconds(decision: Decision, member: Member) -> float:
-    """From a rank's turning to the attempt until it decodes: its prefill, or its partner's and what is handed over."""
-    if decision.prefill is None:
-        return decision.expected_prefill_seconds
-    return decision.prefill.expected_prefill_seconds + transfer_seconds(member.pace, tokens=decision.transfer_tokens)
-
-
 class Lease:
     """One attempt's claim on a rank; see ``proxy.types.Lease``."""
 
@@ -257,6 +231,7 @@ class Lease:
         "binding",
         "claim",
         "decision",
+        "heard_by",
         "is_loading",
         "member",
         "noted",
@@ -286,6 +261,8 @@ class Lease:
         self.promises: list[Promise] = []
         self.allocation: AnyAllocation | None = None
         self.is_loading = False
+        #: Of an answer that comes whole: by when its prompt should be computed, which nobody hears.
+        self.heard_by: float | None = None
 
     def first_byte(self, generated: Callable[[], int] | None = None) -> None:
         """Prefill is over."""

@@ -187,7 +187,7 @@ async def test_a_ranks_speed_is_learned_from_its_first_byte() -> None:
     """20,000 tokens/s are assumed. 2,000 tokens in 0.2 s is half of it: a factor of two (attention's share, a half at
     100,000 tokens, is 1/200 here)."""
     world = World(ranks=1, prefill_tokens_per_second=20_000)
-    lease = (await world.ask(prompt_of(2000))).lease
+    lease = (await world.ask(prompt_of(2000), stream=True)).lease
     world.now += 0.2
     lease.first_byte()
 

@@ -176,7 +176,7 @@ async def test_a_failed_leg_leaves_nothing_expected() -> None:
 async def test_paces_are_learnt_of_the_right_legs(handover: Handover) -> None:
     """The prompt's time is the prefill rank's; vLLM's decode rank shows, once it is asked, what a transfer takes."""
     world = World(handover=handover)
-    attempt = await world.ask()
+    attempt = await world.ask(stream=True)
     prefill, decode = (world.fleet.member(slot) for slot in legs(attempt))
     before = decode.pace.transfer_token_seconds
     world.now += 1.0
