@@ -259,14 +259,27 @@ class Blocks:
         """Whether names are those of other blocks on other ranks (of places ``before``), or other ones for blocks that
         others have named.
         """
+        is_asked = not self.namespaces
         for at, (known, place) in enumerate(zip(before, places, strict=True)):
             if known is None:
-                is_odd = at < len(places) - fresh and not self.namespaces and self._runs.is_held_beside(slot, place)
+                is_odd = is_asked and at < len(places) - fresh and self._is_named_beside(slot, place)
+                is_asked = False  # what holds of one block holds of those behind it
             else:
                 is_odd = known != place and self._runs.is_held_beside(slot, known) and not self._are_alike(known, place)
             if is_odd:
                 return True
         return False
+
+    def _is_named_beside(self, slot: int, place: int) -> bool:
+        """Whether another rank with the same table of names holds a block that it has named: what it has taken over it
+        has not.
+        """
+        common = self._ranks[slot].names.common
+        return self._runs.is_held_beside(slot, place) and any(
+            rank.names.common is common and rank.names.own is None and not rank.adopted.is_used
+            for other, rank in self._ranks.items()
+            if other != slot and self._runs.holds(other, place)
+        )
 
     def _are_alike(self, place: int, other: int) -> bool:
         """Whether two places are of one text, which the rank's events tell of by one name (``core/namespaces``)."""

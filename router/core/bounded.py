@@ -41,8 +41,7 @@ class Bounded(Blocks):
         left is true, only less.
         """
         goal = self.held - count
-        while self.held > goal and self.tidy():
-            pass
+        self.tidy()  # one slice, lest an event wait for all that is to be let go of
         is_swept = False
         while (excess := self.held - goal) > 0:
             group = max(self._sparse, key=lambda group: len(self._sparse[group].masks), default=None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from router.core.blocks import SLICE
 from router.core.bounded import _LONGEST_ADAPTER, _MOST_ADAPTERS
 from router.core.budget import Budget
 from router.core.forecast import Pool
@@ -136,3 +137,25 @@ def test_indexes_of_one_budget_have_one_bound() -> None:
     assert abs(len(small) - len(large)) <= 40
     budget.leave(large)
     assert budget.used == len(small)
+
+
+def test_an_event_at_the_bound_waits_for_no_chore() -> None:
+    """However much is still to be let go of by and by, one event goes on with a few slices of it."""
+    index = PrefixIndex(block_tokens=16, max_blocks=MOST)
+    index.add_rank(0, domain="engine")
+    for number in range(MOST // 20 + 1):
+        index.apply(0, twenty(number))
+    steps = 0
+
+    def endless() -> Iterator[None]:
+        nonlocal steps
+        while True:
+            steps += 1
+            yield
+
+    index._chores.append(endless())
+    index.apply(0, twenty(10_000))
+    index.end_batch(0)
+
+    assert len(index) <= MOST
+    assert 0 < steps <= 8 * SLICE

@@ -61,6 +61,34 @@ def test_a_rank_that_gives_names_another_meaning_hurts_nobody_else(index: Prefix
     assert [reusable(index, text) for text in texts] == [{0: 2}, {1: 1}]
 
 
+def test_what_was_taken_over_has_the_name_that_another_rank_tells(index: PrefixIndex) -> None:
+    """Rank 0 reused six blocks that it had not told of; rank 1 tells of them. Rank 0 goes on behind the last by that
+    name, and takes all away by these names."""
+    for slot in (0, 1):
+        store(index, slot, (900 + slot,), "xy"[slot])
+    index.reused(0, keys("abcdef"), tokens=6)
+    store(index, 1, (11, 12, 13, 14, 15, 16), "abcdef")
+    store(index, 0, (17,), "g", parent=16)
+    assert reusable(index, "abcdefg")[0] == 7
+
+    index.apply(0, BlockRemoved((17, 16, 15, 14, 13, 12, 11)))
+    index.end_batch(0)
+    assert 0 not in reusable(index, "abcdefg")
+
+
+def test_engines_of_another_kind_name_blocks_in_their_own_way() -> None:
+    """The names of three ranks of one kind agree, whatever the fourth calls the same blocks: they share a table."""
+    index = PrefixIndex(block_tokens=1)
+    for slot, domain in enumerate(("vllm", "sglang", "sglang", "sglang")):
+        index.add_rank(slot, domain=domain)
+        store(index, slot, (1, 2) if slot == 0 else (21, 22), "ab")
+
+    assert names_held(index) == 4
+    index.apply(2, BlockRemoved((22, 21)))
+    index.end_batch(2)
+    assert reusable(index, "ab") == {0: 2, 1: 2, 3: 2}
+
+
 def test_windows_alone_are_kept_apart_as_well(index: PrefixIndex) -> None:
     """Names of blocks without full attention."""
     for slot, text in enumerate(("ab", "cd")):
