@@ -35,6 +35,7 @@ from router.core.continuity_types import (
     ReplayDone,
     ReplayEnd,
     ReplayPart,
+    ReplayResult,
     Restarted,
     SnapshotTaken,
 )
@@ -75,7 +76,7 @@ class StreamTimes:
     replay_idle: float = 3.0  # between two parts; engines answer between steps, and a step can be long
     replay_total: float = 120.0  # of all parts, or of a snapshot
     check_quiet: float = 0.5  # of silence, after which it is asked whether anything was lost; then ever more rarely,
-    check_every: float = 30.0  # up to this. Where snapshots are offered, no more rarely: such a rank answers in no time
+    check_every: float = 30.0  # up to this. Where snapshots are had, no more rarely: such a rank answers in no time
     between_asks: float = 0.25  # so that a publisher that sends only damage is not asked without pause
 
 
@@ -117,8 +118,8 @@ class EventStream:
         self._ask: asyncio.Task[None] | None = None
         self._last_ask_at = -1e9
         self._stirred = asyncio.Event()  # a message has come
-        self._last_damage_log_at = -1e9
-        self._last_refusal_log_at = -1e9
+        self._again_pause = 0.0  # between asks at least; longer with each answer that contradicts itself
+        self._last_log_at: dict[str, float] = {}  # by what the line is about
         self._last_failure_at = -1e9
 
     async def run(self) -> None:
@@ -145,6 +146,7 @@ class EventStream:
     def restarted(self) -> None:
         """The worker is known to be a new process: nothing of the old picture holds."""
         if self._tasks is not None:
+            self._again_pause = 0.0
             self._feed(Restarted())
 
     def check(self) -> None:
@@ -168,6 +170,7 @@ class EventStream:
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             await recv_monitor_message(monitor)
+            self._again_pause = 0.0  # perhaps another process
             self._feed(Joined())
 
     async def _check_when_quiet(self) -> None:
@@ -179,9 +182,12 @@ class EventStream:
                 async with asyncio.timeout(pause):
                     await self._stirred.wait()
             except TimeoutError:
+                is_without_picture = self._state.expected is None  # what was asked for failed, and may fail again
                 self._feed(Check())
-                if not self._state.has_snapshot:
+                if is_without_picture or not self._state.has_snapshot:
                     pause = min(2 * pause, self._times.check_every)
+                else:
+                    pause = self._times.check_quiet
             else:
                 pause = self._times.check_quiet
                 await asyncio.sleep(pause)
@@ -202,10 +208,16 @@ class EventStream:
 
     def _count_damage(self, error: Exception) -> None:
         self._metrics.event_damage.labels(*self._labels).inc()
-        now = self._clock()
-        if now - self._last_damage_log_at >= _LOG_EVERY_SECONDS:
-            self._last_damage_log_at = now
+        if self._is_log_due("damage"):
             self._log.warning("cache event message not understood", reason=repr(error))
+
+    def _is_log_due(self, about: str) -> bool:
+        """Whether nothing was logged ``about`` this for a while; the caller logs now."""
+        now = self._clock()
+        is_due = now - self._last_log_at.get(about, -1e9) >= _LOG_EVERY_SECONDS
+        if is_due:
+            self._last_log_at[about] = now
+        return is_due
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
@@ -219,7 +231,8 @@ class EventStream:
                 case Apply() | Load():
                     discarded = self._bring_in(action, is_live=isinstance(event, Message)) or discarded
                 case Clear(cause):
-                    self._log.info("cache picture thrown away", cause=str(cause))
+                    if self._is_log_due(f"clear {cause}"):
+                        self._log.info("cache picture thrown away", cause=str(cause))
                     self._picture.clear(self._slot, cause)
                 case ReplayDone(result):
                     self._metrics.replays.labels(*self._labels, result).inc()
@@ -228,7 +241,11 @@ class EventStream:
                         self._metrics.event_gaps.labels(*self._labels).inc()
                     self._start(action)
         if discarded is not None:
+            if not isinstance(event, Message):  # what was asked for contradicts itself, and may do so again
+                self._again_pause = min(max(2 * self._again_pause, self._times.check_quiet), self._times.check_every)
             self._feed(Discarded(discarded))
+        elif any(isinstance(action, Load) or action == ReplayDone(ReplayResult.WHOLE) for action in actions):
+            self._again_pause = 0.0
 
     def _bring_in(self, action: Apply | Load, *, is_live: bool) -> Cause | None:
         """Why the picture must be told anew, if it must. A live message that cannot be applied is as good as damaged.
@@ -259,7 +276,7 @@ class EventStream:
 
     async def _answer(self, ask: AskReplay | AskSnapshot) -> None:
         if ask.cause is not Cause.GAP:
-            pause = self._last_ask_at + self._times.between_asks - self._clock()
+            pause = self._last_ask_at + max(self._times.between_asks, self._again_pause) - self._clock()
             await asyncio.sleep(max(pause, _SUBSCRIBE_SECONDS))
         self._last_ask_at = self._clock()
         try:
@@ -273,10 +290,7 @@ class EventStream:
             self._feed(AskFailed(ask.ticket))
 
     def _log_refusal(self, ask: AskReplay | AskSnapshot, reason: str) -> None:
-        now = self._clock()
-        is_current = ask.ticket == self._state.ticket
-        if is_current and (ask.cause is not Cause.CHECK or now - self._last_refusal_log_at >= _LOG_EVERY_SECONDS):
-            self._last_refusal_log_at = now
+        if ask.ticket == self._state.ticket and self._is_log_due("refusal"):
             self._log.info("cache events could not be asked for again", reason=reason)
 
     async def _replay(self, ask: AskReplay) -> None:
