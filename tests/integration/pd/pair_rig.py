@@ -77,7 +77,7 @@ class Pairs:
             load = fleet.loads.load(slot)
             assert (load.inflight, load.inflight_tokens, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
         for table in (fleet.sessions, fleet.prompts):
-            assert all(binding.inflight == 0 for _, binding in table.items())
+            assert all(binding.inflight == 0 for _, binding in table.recent())
         assert self.world.count("homing_inflight_requests") == 0
 
     async def until_quiet(self) -> None:
