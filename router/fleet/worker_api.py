@@ -176,8 +176,8 @@ async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:
 
 async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
     try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            response = await client.get(url)
+        # In a task of its own: ``asyncio.timeout`` around it leaves a connection open when this one is cancelled.
+        response = await asyncio.wait_for(client.get(url), _ANSWER_SECONDS)
     except TimeoutError as error:
         raise WorkerError(f"{url} did not answer in time") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:

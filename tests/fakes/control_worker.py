@@ -53,9 +53,11 @@ class ControlWorker:
         """Stop listening and cut what is open; entering again listens on the same port."""
         if self._server is not None:
             self._server.close()
+            await asyncio.sleep(0)  # who has connected is served from the next turn on
             for writer in self._writers:
                 writer.transport.abort()
             await self._server.wait_closed()
+            await asyncio.sleep(0)  # and lost in the one after
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
