@@ -30,7 +30,6 @@ from router.core.types import (
     RankId,
     RankLoad,
     RankStatus,
-    RankView,
     SessionKey,
 )
 from router.core.usable import Geometry
@@ -359,24 +358,7 @@ class Fleet:
 
     def ranks(self) -> list[RankInfo]:
         """All ranks for the admin plane."""
-        return [
-            RankInfo(
-                id=member.id,
-                slot=member.slot,
-                role=member.target.part.role,
-                status=member.status,
-                models=tuple(sorted(member.models)),
-                inflight=member.load.inflight,
-                waiting_tokens=member.load.waiting_tokens,
-                prefill_tokens_per_second=1.0 / (member.pace.factor * member.pace.token_seconds),
-                trust_ratio=member.trust.ratio,
-                breaker=self.breakers.state(member.slot, now=self.clock()),
-                resident_blocks=member.blocks,
-                block_tokens=member.block_tokens,
-                pool_tokens=member.pool_tokens,
-            )
-            for member in self.members()
-        ]
+        return [member.info(self.breakers.state(member.slot, now=self.clock())) for member in self.members()]
 
     def session_list(self, limit: int) -> list[tuple[str, SessionKey, RankId, float]]:
         """The most recently used sessions: model, session, home, seconds since last use."""
@@ -390,21 +372,7 @@ class Fleet:
     def _publish(self) -> None:
         self.models = frozenset(model for member in self._members.values() for model in member.models)
         self.view = FleetView(
-            ranks=tuple(
-                RankView(
-                    slot=member.slot,
-                    id=member.id,
-                    models=member.models,
-                    status=member.status,
-                    load=self.loads.total(member.slot),
-                    pace=member.pace,
-                    trust=member.trust,
-                    pool_tokens=member.pool_tokens,
-                    residency=member.residency,
-                    part=member.target.part,
-                )
-                for member in self.members()
-            ),
+            ranks=tuple(member.view(self.loads.total(member.slot)) for member in self.members()),
             version=self.view.version + 1,
             is_disaggregated=any(member.target.part != WHOLE for member in self._members.values()),
         )

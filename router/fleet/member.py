@@ -1,4 +1,4 @@
-"""A rank that is known: its live cells, and how the admin plane shows it."""
+"""A rank that is known: its live cells, and how decisions and the admin plane see it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from router.core.types import (
     RankLoad,
     RankPace,
     RankStatus,
+    RankView,
     Residency,
     Trust,
     WorkerRole,
@@ -79,6 +80,39 @@ class Member:
     def labels(self) -> tuple[str, str]:
         """Metric labels."""
         return (self.id.worker, str(self.id.rank))
+
+    def view(self, load: RankLoad) -> RankView:
+        """As decisions see it; ``load`` is that of all routers."""
+        return RankView(
+            slot=self.slot,
+            id=self.id,
+            models=self.models,
+            status=self.status,
+            load=load,
+            pace=self.pace,
+            trust=self.trust,
+            pool_tokens=self.pool_tokens,
+            residency=self.residency,
+            part=self.target.part,
+        )
+
+    def info(self, breaker: BreakerState) -> RankInfo:
+        """As the admin plane sees it."""
+        return RankInfo(
+            id=self.id,
+            slot=self.slot,
+            role=self.target.part.role,
+            status=self.status,
+            models=tuple(sorted(self.models)),
+            inflight=self.load.inflight,
+            waiting_tokens=self.load.waiting_tokens,
+            prefill_tokens_per_second=1.0 / (self.pace.factor * self.pace.token_seconds),
+            trust_ratio=self.trust.ratio,
+            breaker=breaker,
+            resident_blocks=self.blocks,
+            block_tokens=self.block_tokens,
+            pool_tokens=self.pool_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

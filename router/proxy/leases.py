@@ -74,7 +74,12 @@ class Leases:
         member = fleet.member(decision.slot)
         fleet.breakers.sent(decision.slot, now=now)
         is_handed = decision.prefill is not None
-        wait = wait_seconds(fleet.loads.total(decision.slot), member.pace, now=now)
+        heard_by = None
+        if not prepared.is_streamed and prepared.output_tokens > 1 and not member.is_prefill:
+            heard_by = now
+            if not is_handed:
+                heard_by += wait_seconds(fleet.loads.total(decision.slot), member.pace, now=now)
+                heard_by += decision.expected_prefill_seconds
         claim = fleet.loads.open(
             decision.slot,
             prompt_tokens=prepared.prompt_tokens,
@@ -95,8 +100,7 @@ class Leases:
             if self._is_shared:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
-        if not prepared.is_streamed and prepared.output_tokens > 1 and not member.is_prefill:
-            lease.heard_by = now if is_handed else now + wait + decision.expected_prefill_seconds
+        lease.heard_by = heard_by
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys or ())
             return lease
