@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import httpx
@@ -26,7 +27,6 @@ from router.fleet.worker import Hooks, Worker
 from router.fleet.worker_api import WorkerInfo, describe, fetch_snapshot, reset_cache
 from router.settings import ProbeSettings, WorkerSpec
 from router.telemetry.metrics import Metrics
-from router.wire.kv_events import Snapshot
 
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 10.0
@@ -366,10 +366,6 @@ class Registry:
         assert source is not None
         assert self._context is not None
         path = source.snapshot_path
-
-        async def snapshot() -> Snapshot:
-            return await fetch_snapshot(self._client, info.url, str(path))
-
         return EventStream(
             source,
             self._ranks,
@@ -380,7 +376,7 @@ class Registry:
             clock=self._clock,
             wall_clock=self._wall_clock,
             context=self._context,
-            snapshot=snapshot if path else None,
+            snapshot=partial(fetch_snapshot, self._client, info.url, path) if path else None,
             times=self._stream_times,
         )
 

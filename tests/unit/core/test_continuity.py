@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.continuity import HOLD_LIMIT, advance
+from router.core.continuity import HOLD_LIMIT
 from router.core.continuity_types import (
-    Action,
     Apply,
     AskFailed,
     AskReplay,
@@ -27,25 +26,8 @@ from router.core.continuity_types import (
     ReplayResult,
     SnapshotTaken,
 )
-from router.wire.kv_events import EventBatch, Snapshot
-
-
-def batch(sequence: int, *, epoch: str | None = None, start: float = 0.0) -> EventBatch:
-    return EventBatch(timestamp=start + sequence, events=(), epoch=epoch)
-
-
-def feed(state: Continuity, *events: Event) -> tuple[Continuity, list[Action]]:
-    actions: list[Action] = []
-    for event in events:
-        state, more = advance(state, event)
-        actions += more
-    return state, actions
-
-
-def live(has_replay: bool = True, has_snapshot: bool = False, upto: int = 3, epoch: str | None = None) -> Continuity:
-    state = Continuity(has_replay=has_replay, has_snapshot=has_snapshot)
-    return feed(state, *(Message(n, batch(n, epoch=epoch)) for n in range(upto)))[0]
-
+from router.wire.kv_events import Snapshot
+from tests.fakes.stream_turns import batch, feed, live
 
 # --- one turn each --------------------------------------------------------------------------------
 

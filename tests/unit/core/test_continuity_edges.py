@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.continuity import HOLD_LIMIT, advance
+from router.core.continuity import HOLD_LIMIT
 from router.core.continuity_types import (
-    Action,
     Apply,
     AskReplay,
     Cause,
     Clear,
     Continuity,
     Damaged,
-    Event,
     Joined,
     Message,
     Phase,
@@ -22,24 +20,7 @@ from router.core.continuity_types import (
     ReplayPart,
     ReplayResult,
 )
-from router.wire.kv_events import EventBatch
-
-
-def batch(sequence: int, *, epoch: str | None = None, start: float = 0.0) -> EventBatch:
-    return EventBatch(timestamp=start + sequence, events=(), epoch=epoch)
-
-
-def feed(state: Continuity, *events: Event) -> tuple[Continuity, list[Action]]:
-    actions: list[Action] = []
-    for event in events:
-        state, more = advance(state, event)
-        actions += more
-    return state, actions
-
-
-def live(upto: int = 3, *, has_replay: bool = True, has_snapshot: bool = False) -> Continuity:
-    state = Continuity(has_replay=has_replay, has_snapshot=has_snapshot)
-    return feed(state, *(Message(number, batch(number)) for number in range(upto)))[0]
+from tests.fakes.stream_turns import batch, feed, live
 
 
 @pytest.mark.parametrize("sequence", [0, 1, 2, 3])
