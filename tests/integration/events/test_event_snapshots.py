@@ -1,0 +1,73 @@
+"""Snapshots of what a rank holds: taken before its messages, and what is no snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from router.errors import WorkerError
+from router.wire.kv_events import (
+    EventBatch,
+    Snapshot,
+    decode_snapshot,
+)
+from tests.fakes.event_consumer import TIMES, Consumer
+from tests.fakes.kv_publisher import KvPublisher, removed, stored
+
+
+async def test_a_snapshot_is_taken_before_a_replay_from_the_beginning(
+    consumer: Consumer, publisher: KvPublisher
+) -> None:
+    """A publisher that offers one is asked for it; the messages it covers are not applied again."""
+    publisher.epoch = "e"
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    for number in range(4):
+        await publisher.publish(stored(number))
+    await publisher.publish(removed(2))
+
+    async def snapshot() -> Snapshot:
+        held = EventBatch(timestamp=0.0, events=(stored(0), stored(1), stored(3)), epoch="e")
+        return Snapshot(sequence=4, batch=held)
+
+    consumer.follow(source, snapshot=snapshot)
+    await consumer.until({0, 1, 3})
+    await publisher.publish(removed(0))
+    await consumer.until({1, 3})
+    assert publisher.replays == []
+
+
+async def test_a_snapshot_that_fails_is_followed_by_a_replay(consumer: Consumer, publisher: KvPublisher) -> None:
+    """The second way is taken when the first is closed."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    await publisher.publish(stored(0))
+
+    async def snapshot() -> Snapshot:
+        raise WorkerError("no")
+
+    consumer.follow(source, snapshot=snapshot)
+    await consumer.until({0})
+
+
+async def test_a_snapshot_that_is_none_is_followed_by_a_replay(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Nested deeper than anything that is meant."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    await publisher.publish(stored(0))
+
+    async def snapshot() -> Snapshot:
+        return decode_snapshot(b"\x92\x05" + b"\x91" * 5000 + b"\xc0")
+
+    consumer.follow(source, snapshot=snapshot)
+    await consumer.until({0})
+
+
+async def test_a_snapshot_that_never_ends_is_followed_by_a_replay(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Whatever trickles in, there is an end to waiting."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    await publisher.publish(stored(0))
+
+    async def snapshot() -> Snapshot:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    consumer.follow(source, snapshot=snapshot, times=replace(TIMES, replay_total=0.3))
+    await consumer.until({0})
