@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize, invariant
 
 from router.core.index import PrefixIndex
 from router.wire.block_keys import block_keys, namespace_seed
-from tests.unit.core.test_index_oracle import BLOCK, CONVERSATIONS, DENSE_GROUP, WINDOW_GROUP, IndexMachine
+from tests.unit.core.test_index_oracle import BLOCK, CONVERSATIONS, DENSE_GROUP, IndexMachine, prompts
 
 
 class CappedIndexMachine(IndexMachine):
@@ -30,12 +30,9 @@ class CappedIndexMachine(IndexMachine):
         """No rank is expected to reuse more than it can."""
         if not hasattr(self, "held"):
             return
-        for salt in ("", "tenant"):
-            for conversation in CONVERSATIONS:
-                prompt = (*conversation, 5)
-                keys = block_keys(prompt, block_tokens=BLOCK, parent=namespace_seed("", salt))
-                for slot, tokens in self.index.reusable_tokens(keys, prompt_tokens=len(prompt)).items():
-                    assert 0 < tokens <= self.usable(slot, salt, prompt)
+        for salt, prompt in prompts():
+            for slot, tokens in self.reusable(salt, prompt).items():
+                assert 0 < tokens <= self.usable(slot, salt, prompt)
 
     @invariant()
     def residency_is_exact(self) -> None:
@@ -43,12 +40,7 @@ class CappedIndexMachine(IndexMachine):
         if not hasattr(self, "held"):
             return
         for slot, held in self.held.items():
-            true: dict[int, set[int]] = {-1: set(), WINDOW_GROUP: set()}
-            for (group, salt, prefix), count in held.items():
-                if count > 0:
-                    key = block_keys(prefix, block_tokens=BLOCK, parent=namespace_seed("", salt))[-1]
-                    true[-1 if group == DENSE_GROUP else group].add(key)
-            residency = self.index.residency(slot)
+            true, residency = self.held_keys(slot), self.index.residency(slot)
             for group, known in residency.items():
                 assert set(known) <= true.get(group, set())
             assert self.index.blocks(slot) == len(residency[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +28,13 @@ SALTS = st.sampled_from(["", "tenant"])
 def name_of(salt: str, prefix: Prompt) -> int:
     """An engine's name for a block: anything that is unique to the content before and in it."""
     return int.from_bytes(bytes([len(salt), *prefix[::BLOCK]]))
+
+
+def prompts() -> Iterator[tuple[str, Prompt]]:
+    """Each conversation under each salt, with and without a partial last block."""
+    for salt in ("", "tenant"):
+        for conversation in CONVERSATIONS:
+            yield from ((salt, conversation), (salt, (*conversation, 5)))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -144,26 +152,31 @@ class IndexMachine(RuleBasedStateMachine):
         """What each rank can reuse of each conversation, with and without a partial last block."""
         if not hasattr(self, "held"):
             return
-        for salt in ("", "tenant"):
-            for conversation in CONVERSATIONS:
-                for prompt in (conversation, (*conversation, 5)):
-                    keys = block_keys(prompt, block_tokens=BLOCK, parent=namespace_seed("", salt))
-                    expected = {slot: tokens for slot in self.held if (tokens := self.usable(slot, salt, prompt))}
-                    assert self.index.reusable_tokens(keys, prompt_tokens=len(prompt)) == expected
+        for salt, prompt in prompts():
+            expected = {slot: tokens for slot in self.held if (tokens := self.usable(slot, salt, prompt))}
+            assert self.reusable(salt, prompt) == expected
+
+    def reusable(self, salt: str, prompt: Prompt) -> dict[int, int]:
+        """What the index says of a prompt."""
+        keys = block_keys(prompt, block_tokens=BLOCK, parent=namespace_seed("", salt))
+        return self.index.reusable_tokens(keys, prompt_tokens=len(prompt))
+
+    def held_keys(self, slot: int) -> dict[int, set[int]]:
+        """What a rank holds, by group as the index numbers them: -1 is the dense one."""
+        found: dict[int, set[int]] = {-1: set(), WINDOW_GROUP: set()}
+        for (group, salt, prefix), count in self.held[slot].items():
+            if count > 0:
+                key = block_keys(prefix, block_tokens=BLOCK, parent=namespace_seed("", salt))[-1]
+                found[-1 if group == DENSE_GROUP else group].add(key)
+        return found
 
     @invariant()
     def residency_is_exact(self) -> None:
         """Every block held, in every group, and not one more."""
         if not hasattr(self, "held"):
             return
-        for slot, held in self.held.items():
-            names = {DENSE_GROUP: -1, WINDOW_GROUP: WINDOW_GROUP}
-            expected: dict[int, set[int]] = {-1: set(), WINDOW_GROUP: set()}
-            for (group, salt, prefix), count in held.items():
-                if count > 0:
-                    key = block_keys(prefix, block_tokens=BLOCK, parent=namespace_seed("", salt))[-1]
-                    expected[names[group]].add(key)
-            residency = self.index.residency(slot)
+        for slot in self.held:
+            expected, residency = self.held_keys(slot), self.index.residency(slot)
             assert set(residency[-1]) == expected[-1]
             assert set(residency.get(WINDOW_GROUP, frozenset())) == expected[WINDOW_GROUP]
             assert self.index.blocks(slot) == len(expected[-1])
