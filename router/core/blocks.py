@@ -12,12 +12,13 @@ from itertools import islice
 
 from router.core.adoption import Adopted
 from router.core.budget import Budget
-from router.core.chains import Chains, Run, Runs
+from router.core.chains import Chains
 from router.core.forecast import Pool
 from router.core.names import Names, NameTable
 from router.core.namespaces import Namespaces
 from router.core.provisional import Provisional
 from router.core.rank_state import RankState
+from router.core.runs import Run, Runs
 from router.core.shared_pool import SharedPool
 from router.core.tables import CopyTable
 from router.core.usable import Geometry
@@ -41,7 +42,7 @@ class Blocks:
         self.namespaces = Namespaces()
         self.adapters: dict[str, None] = {}
         self._tiers: dict[str, str] = {}
-        self._runs = Runs()
+        self._runs = Runs(sparse_end=self._sparse_end)
         self._chains: dict[int, Chains] = {}
         self._sparse: defaultdict[int, CopyTable] = defaultdict(CopyTable)
         self._names: dict[str, NameTable] = {}
@@ -98,9 +99,8 @@ class Blocks:
         rank = self._ranks[slot]
         self.provisional.forget_ended(slot)
         runs = rank.chains.clear(slot)
-        for table in self._sparse.values():
-            table.clear(slot)
-        held, rank.blocks = rank.blocks, 0
+        held = max(rank.blocks, sum(table.clear(slot) for table in self._sparse.values()))
+        rank.blocks = 0
         if rank.pool is not None:
             if rank.pool.guard.has_failed:
                 rank.pool = rank.pool.anew()
@@ -108,13 +108,9 @@ class Blocks:
             rank.pool.guard.attempt(rank.pool.cleared)
         rank.forget_waits()
         rank.adopted = Adopted()
-        self._chores.append(rank.names.rejoin())
-        if any(self._is_sparse_alone(rank.chains, run) for run in runs):
-            self.sweep()  # before names lose the places that tell what sparse groups still hold
-        else:
-            self._chores.append(self._let_go_of(rank.chains, runs))
-            self.tidy()
-            self._note_forgotten(held)
+        self._chores += (rank.names.rejoin(), self._let_go_of(rank.chains, runs))
+        self.tidy()
+        self._note_forgotten(held)
 
     def _take_pool(self, slot: int, pool: Pool | None) -> None:
         rank = self._ranks[slot]
@@ -231,9 +227,9 @@ class Blocks:
         if isinstance(rank.pool, SharedPool):
             for place in keys.keys() - lost:
                 rank.pool.guard.attempt(rank.pool.lost_twin, keys[place])
-        forgotten = [(name, place) for name, place in zip(names, places, strict=True) if not self._runs.is_held(place)]
+        forgotten = [(name, place) for name, place in zip(names, places, strict=True) if not self._is_held(place)]
         for name, place in forgotten:
-            rank.names.forget(name, place, stray=keys[place] if self._is_sparse(keys[place]) else None)
+            rank.names.forget(name, place)
         self._note_forgotten(len(forgotten))
         return [keys[place] for place in lost]
 
@@ -294,7 +290,18 @@ class Blocks:
         rank.names.learns.strays[name] = key
 
     def _is_sparse(self, key: int) -> bool:
-        return any(key in table for table in self._sparse.values())
+        return any(key in table.masks for table in self._sparse.values())
+
+    def _is_held(self, place: int) -> bool:
+        """Whether any rank holds a block, on whatever tier and in whatever group."""
+        return self._runs.is_held(place) or ((key := self._runs.key(place)) is not None and self._is_sparse(key))
+
+    def _sparse_end(self, keys: Sequence[int]) -> int:
+        """How many of these blocks there are up to the last that a sparse group holds."""
+        tables = [table.masks for table in self._sparse.values() if table.masks]
+        if all(masks.keys().isdisjoint(keys) for masks in tables):
+            return 0
+        return next(end for end in range(len(keys), 0, -1) if self._is_sparse(keys[end - 1]))
 
     def _note_forgotten(self, count: int) -> None:
         self._forgotten += count
@@ -325,23 +332,17 @@ class Blocks:
             self._chores.popleft()
         return False
 
-    def _is_sparse_alone(self, chains: Chains, run: Run) -> bool:
-        """Whether sparse groups hold a block at a run's end that nobody holds in a dense one."""
-        tables = [table.masks for table in self._sparse.values() if table.masks]
-        return bool(tables) and not all(masks.keys().isdisjoint(chains.unheld(run)) for masks in tables)
-
     def _let_go_of(self, chains: Chains, runs: Sequence[Run]) -> Iterator[None]:
         for run in runs:
-            if not self._is_sparse_alone(chains, run):
-                chains.trim((run,))
+            chains.trim((run,))
             yield
 
     def _sweep(self) -> Iterator[None]:
         forgotten = self._forgotten
         own = [rank.names.own for rank in self._ranks.values() if rank.names.own is not None]
         for names in (*self._names.values(), *own):
-            yield from names.sweep(self._runs, is_sparse=self._is_sparse)
-        for chains in self._chains.values():
+            yield from names.sweep(is_held=self._is_held, is_sparse=self._is_sparse)
+        for chains in list(self._chains.values()):
             for run in chains.runs():
                 chains.trim((run,))
                 yield

@@ -11,106 +11,16 @@ comes to mean another block: a run that has lost its end is not continued, what 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
-from router.core.holders import Holders, Holdings, joint_cuts
+from router.core.holders import Holdings, joint_cuts
+from router.core.runs import RUN_BLOCKS, Run, Runs
 from router.wire.kv_events import GPU
 
-#: Positions in a run: its longest length, and the factor between the numbers of two runs.
-RUN_BLOCKS = 1 << 22
 _FEW_RUNS = 1024
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """Blocks one behind the other, by chain key. ``parent`` is where it begins: behind a block of another run.
-
-    ``device`` are its holders in accelerator memory, ``lower`` those of each tier under it. ``floor`` is the length up
-    to which other runs need it; ``branches`` are these by where they begin, those stored first first. ``is_used``: it
-    was asked for, or stored again, since its turn to be forgotten came last.
-    """
-
-    number: int
-    keys: array[int]
-    parent: tuple[Run, int] | None
-    device: Holders = field(default_factory=Holders)
-    lower: dict[str, Holders] = field(default_factory=dict)
-    branches: dict[int, dict[Run, None]] = field(default_factory=dict)
-    floor: int = 0
-    has_lost_its_end: bool = False
-    is_used: bool = False
-
-    def holders(self, tier: str) -> Holders:
-        """Those of one tier."""
-        return self.device if tier == GPU else self.lower.setdefault(tier, Holders())
-
-    def on(self, tier: str) -> Holders | None:
-        """Those of one tier, if anybody ever was."""
-        return self.device if tier == GPU else self.lower.get(tier)
-
-    def all_holders(self) -> Iterable[Holders]:
-        """Those of each tier."""
-        return (self.device, *self.lower.values())
-
-    def places(self, start: int, stop: int) -> range:
-        """The names of a stretch of its blocks."""
-        base = self.number * RUN_BLOCKS
-        return range(base + start, base + stop)
-
-
-class Runs:
-    """All runs by their numbers, whatever the length of their blocks: what a place means."""
-
-    def __init__(self) -> None:
-        self.by_number: dict[int, Run] = {}
-        self.blocks = 0
-        self._next = 0
-
-    def add(self, keys: Sequence[int], parent: tuple[Run, int] | None) -> Run:
-        """Begin a run."""
-        run = self.by_number[self._next] = Run(self._next, array("Q", keys), parent)
-        self._next += 1
-        return run
-
-    def at(self, place: int) -> tuple[Run | None, int]:
-        """A place's run, if it is still known, and position."""
-        number, at = divmod(place, RUN_BLOCKS)
-        return self.by_number.get(number), at
-
-    def key(self, place: int) -> int | None:
-        """The chain key of a block; None if it is not known any more."""
-        run, at = self.at(place)
-        return None if run is None or at >= len(run.keys) else run.keys[at]
-
-    def holds(self, slot: int, place: int, *, tier: str = GPU) -> bool:
-        """Whether a rank holds a block."""
-        run, at = self.at(place)
-        holders = None if run is None else run.on(tier)
-        return holders is not None and holders.holds(slot, at)
-
-    def follows(self, place: int, before: int) -> bool:
-        """Whether a block is the one right behind another."""
-        run, at = self.at(place)
-        if run is None or at or run.parent is None:
-            return run is not None and at > 0 and place == before + 1
-        parent, stop = run.parent
-        return before == parent.places(stop - 1, stop)[0]
-
-    def is_held_beside(self, slot: int, place: int) -> bool:
-        """Whether a rank other than this one holds a block, on whatever tier."""
-        run, at = self.at(place)
-        return run is not None and any(holders.any_holds(at, beside=slot) for holders in run.all_holders())
-
-    def is_held(self, place: int) -> bool:
-        """Whether any rank holds a block, on whatever tier."""
-        run, at = self.at(place)
-        return run is not None and any(holders.any_holds(at) for holders in run.all_holders())
-
 
 #: A stretch of a chain that a run has: where it begins in the chain, the run, and how many of the run's first blocks.
 Step = tuple[int, Run, int]
@@ -257,23 +167,28 @@ class Chains:
         self._twins.pop(slot, None)
         return runs
 
-    def unheld(self, run: Run) -> Sequence[int]:
-        """Blocks at the end of a run that nobody holds, whatever branches off there."""
-        is_known = run.number in self._runs.by_number
-        return run.keys[max(holders.length() for holders in run.all_holders()) :] if is_known else ()
-
     def runs(self) -> list[Run]:
         """All of them, those begun first first."""
         return list(self._firsts.values())
 
     def trim(self, runs: Iterable[Run]) -> None:
-        """Let go of blocks at the ends of runs that nobody holds."""
+        """Let go of blocks at the ends of runs that nobody holds. What sparse groups hold stays: their events name
+        places.
+        """
         for run in runs:
             if run.number in self._runs.by_number:
                 self._trim(run)
 
+    def trim_at(self, place: int) -> None:
+        """The same, where a place is of these chains."""
+        run, _ = self._runs.at(place)
+        if run is not None and self.has(place):
+            self._trim(run)
+
     def _trim(self, run: Run) -> None:
         length = max(run.floor, *[holders.length() for holders in run.all_holders()])
+        if length < len(run.keys):
+            length += self._runs.sparse_end(run.keys[length:])
         if length < len(run.keys):
             self._shorten(run, length)
 

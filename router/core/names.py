@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.core.chains import Runs
+from router.core.runs import Runs
 from router.wire.kv_events import EngineHash
 
 #: So many names are looked at in one step of a sweep.
@@ -22,8 +22,8 @@ _AT_ONCE = 64
 class NameTable:
     """What names stand for. ``places`` are of the chains.
 
-    ``strays`` are keys of blocks whose place is gone and which sparse groups still hold. ``others`` are further places
-    of names that stand for several blocks of one text (``core/namespaces``).
+    ``strays`` are keys of blocks without a place, which sparse groups alone hold. ``others`` are further places of
+    names that stand for several blocks of one text (``core/namespaces``).
     """
 
     places: dict[EngineHash, int] = field(default_factory=dict)
@@ -48,28 +48,23 @@ class NameTable:
         place = self.places.get(name)
         return () if place is None else (*self.others.get(name, ()), place)
 
-    def forget(self, name: EngineHash, place: int, *, stray: int | None) -> None:
-        """Nobody holds the block at a place any more. ``stray`` is its key, if sparse groups do."""
-        kept = [each for each in self.all_places(name) if each != place]
-        self._set_places(name, kept)
-        if stray is not None and not kept:
-            self.strays[name] = stray
+    def forget(self, name: EngineHash, place: int) -> None:
+        """Nobody holds the block at a place any more."""
+        self._set_places(name, [each for each in self.all_places(name) if each != place])
 
-    def sweep(self, runs: Runs, *, is_sparse: Callable[[int], bool]) -> Iterator[None]:
-        """Let go of names whose block nobody holds, a few at a time."""
+    def sweep(self, *, is_held: Callable[[int], bool], is_sparse: Callable[[int], bool]) -> Iterator[None]:
+        """Let go of names whose block nobody holds, a few at a time: by place, and by key."""
         names, place = list(self.places), self.places.get
         for start in range(0, len(names), _AT_ONCE):
             known = [(name, at) for name in names[start : start + _AT_ONCE] if (at := place(name)) is not None]
-            for name in [name for name, at in known if name in self.others or not runs.is_held(at)]:
-                places = self.all_places(name)
-                keys = [key for each in places if (key := runs.key(each)) is not None and is_sparse(key)]
-                self._set_places(name, [each for each in places if runs.is_held(each)])
-                if keys and name not in self.places:
-                    self.strays[name] = keys[-1]
+            for name in [name for name, at in known if name in self.others or not is_held(at)]:
+                self._set_places(name, [each for each in self.all_places(name) if is_held(each)])
             yield
-        for name in list(self.strays):
-            if (stray := self.strays.get(name)) is not None and not is_sparse(stray):
-                del self.strays[name]
+        strays = list(self.strays)
+        for start in range(0, len(strays), _AT_ONCE):
+            for name in strays[start : start + _AT_ONCE]:
+                if (stray := self.strays.get(name)) is not None and not is_sparse(stray):
+                    del self.strays[name]
             yield
 
     def _set_places(self, name: EngineHash, places: Sequence[int]) -> None:
@@ -82,10 +77,11 @@ class NameTable:
             self.others[name] = list(places[:-1])
 
     def drain(self) -> Iterator[None]:
-        """Forget all, one by one."""
+        """Forget all, a few at a time."""
         for names in (self.places, self.strays, self.others):
             while names:
-                names.popitem()
+                for _ in range(min(_AT_ONCE, len(names))):
+                    names.popitem()
                 yield
 
     def __len__(self) -> int:
@@ -110,7 +106,7 @@ class Names:
             self.own = NameTable()
 
     def rejoin(self) -> Iterator[None]:
-        """The rank holds nothing, so that none of its own names stands for anything. They go one by one."""
+        """The rank holds nothing, so that none of its own names stands for anything. They go by and by."""
         own, self.own = self.own, None
         return iter(()) if own is None else own.drain()
 
@@ -139,9 +135,9 @@ class Names:
         """No sparse group holds the block any more."""
         self._of(name).strays.pop(name, None)
 
-    def forget(self, name: EngineHash, place: int, *, stray: int | None) -> None:
-        """Nobody holds the block at a place any more. ``stray`` is its key, if sparse groups do."""
-        self._of(name).forget(name, place, stray=stray)
+    def forget(self, name: EngineHash, place: int) -> None:
+        """Nobody holds the block at a place any more."""
+        self._of(name).forget(name, place)
 
     def _of(self, name: EngineHash) -> NameTable:
         own = self.own

@@ -263,8 +263,17 @@ class Residency(Groups):
             rank.blocks -= is_last
         if isinstance(rank.pool, SharedPool) and group in rank.rules:
             rank.pool.guard.attempt(rank.pool.lost, group, key)
-        if rank.names.stray(name) is not None and not self._is_sparse(key):
-            rank.names.drop_stray(name)
+        if not self._is_sparse(key):
+            self._forget_sparse(rank, name, key)
+
+    def _forget_sparse(self, rank: RankState, name: EngineHash, key: int) -> None:
+        """No sparse group holds a block any more: its name goes, unless dense ones do."""
+        rank.names.drop_stray(name)
+        for place in rank.names.all_places(name):
+            if self._runs.key(place) == key and not self._runs.is_held(place):
+                rank.names.forget(name, place)
+                rank.chains.trim_at(place)
+                self._note_forgotten(1)
 
     def _remove_dense(self, rank: RankState, slot: int, name: EngineHash, tier: str) -> int | None:
         """Returns the block's key if this was the rank's last copy of it."""
@@ -294,8 +303,8 @@ class Residency(Groups):
                 self._let_go(rank, slot, place)
         elif tier == GPU and isinstance(rank.pool, SharedPool):
             rank.pool.guard.attempt(rank.pool.lost_twin, key)
-        if not self._runs.is_held(place):
-            rank.names.forget(name, place, stray=key if self._is_sparse(key) else None)
+        if not self._is_held(place):
+            rank.names.forget(name, place)
             self._note_forgotten(1)
         return key if is_last else None
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from router.core.chains import Run, Step
+from router.core.chains import Step
+from router.core.runs import Run
 
 #: A single branch up to so long may be an answer that the next turn has left out.
 _ANSWER_TOKENS = 2048

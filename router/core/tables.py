@@ -41,12 +41,13 @@ class CopyTable:
         drop_bit(self.masks, key, 1 << slot)
         return held
 
-    def clear(self, slot: int) -> None:
-        """Forget all a rank held. Takes time in what that was."""
-        bit = 1 << slot
-        for key in self._own.take(slot):
+    def clear(self, slot: int) -> int:
+        """Forget all a rank held. Takes time in what that was, and returns how much it may have been."""
+        bit, held = 1 << slot, self._own.take(slot)
+        for key in held:
             drop_bit(self.masks, key, bit)
         self._more.pop(slot, None)
+        return len(held)
 
     def extra_copies(self) -> int:
         """How often one rank has a block more than once: what these take besides the keys."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.chains import Chains, Runs
+from router.core.chains import Chains
+from router.core.runs import Runs
 from router.wire.block_keys import block_keys
 
 GPU, CPU = "GPU", "CPU"
@@ -16,7 +17,8 @@ def keys_of(text: str) -> list[int]:
 
 def test_a_run_that_is_full_is_continued_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a run is of four blocks, so that the fifth would have the place of another run's first."""
-    monkeypatch.setattr("router.core.chains.RUN_BLOCKS", 4)
+    for module in ("chains", "runs"):
+        monkeypatch.setattr(f"router.core.{module}.RUN_BLOCKS", 4)
     runs = Runs()
     chains = Chains(runs)
     text = "abcdefghij"

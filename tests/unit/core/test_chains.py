@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.core.chains import Chains, Holders, Runs
+from router.core.chains import Chains
+from router.core.holders import Holders
+from router.core.runs import Runs
 from router.wire.block_keys import block_keys
 
 #: Conversations of one block a token: they share heads of every length, and fork and stop everywhere.

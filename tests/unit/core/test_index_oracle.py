@@ -131,6 +131,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.add_rank(slot, domain="engine")
         self.held[slot].clear()
 
+    @rule(steps=st.integers(1, 4))
+    def let_go(self, steps: int) -> None:
+        """Some of what is to be let go of, between other steps."""
+        self.index.sweep_soon()
+        self.index.tidy(steps)
+
     def usable(self, slot: int, salt: str, prompt: Prompt) -> int:
         """By the definition: the largest boundary with all dense blocks and the window's last ones before it."""
         held = self.held[slot]

@@ -10,9 +10,10 @@ from router.core.holders import Holders, Holdings
 from router.core.index import PrefixIndex
 from router.core.tables import CopyTable
 from router.wire.block_keys import block_keys, namespace_seed
-from router.wire.kv_events import AllBlocksCleared, BlockStored
+from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 FULL = "full_attention"
+WINDOW = "sliding_window"
 CHAINS = 4 * SLICE
 
 
@@ -69,6 +70,55 @@ def test_what_is_stored_meanwhile_stays(index: PrefixIndex) -> None:
     assert len(index) == 4
     index.sweep()
     assert len(index._names["engine"].places) == 4
+
+
+def test_windows_of_others_hold_up_no_clear(index: PrefixIndex) -> None:
+    """Rank 1 has the windows of a prompt whose other blocks rank 0 alone has: a clear of rank 0 goes in slices, too."""
+    index.apply(1, stored(7, group=1, kind=WINDOW))
+    index.apply(1, BlockRemoved((CHAINS + 1,)))
+    index.apply(0, AllBlocksCleared())
+    assert CHAINS - SLICE <= len(index) < CHAINS + 2
+    while index.tidy():
+        pass
+    assert index.residency(1)[1] != frozenset()
+
+    index.apply(1, BlockRemoved((7,), group=1))
+    assert index.residency(1)[1] == frozenset()
+    index.sweep()
+    assert [len(index), len(index._names["engine"])] == [1, 1]
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_windows_are_lost_by_name_whatever_became_of_their_dense_blocks(is_swept: bool) -> None:
+    """Rank 1 gave up the dense block in the middle, rank 0 all it had, and rank 1 the block behind: the window block
+    that rank 1 kept in the middle still goes by its name."""
+    index = PrefixIndex(block_tokens=2)
+    for slot in range(2):
+        index.add_rank(slot, domain="engine")
+    names, tokens = (1, 2, 3), (1, 1, 2, 2, 3, 3)
+    index.apply(1, BlockStored(names, None, tokens, 2, group=1, kind=WINDOW, window_tokens=3))
+    for slot in range(2):
+        index.apply(slot, BlockStored(names, None, tokens, 2, kind=FULL))
+    index.apply(1, BlockRemoved((2,)))
+    index.apply(0, AllBlocksCleared())
+    if is_swept:
+        index.sweep()
+    index.apply(1, BlockRemoved((3,)))
+    assert len(index.residency(1)[1]) == 3
+    index.apply(1, BlockRemoved((2, 3), group=1))
+    assert len(index.residency(1)[1]) == 1
+    assert len(index) == 1
+
+
+def test_a_sweep_goes_on_while_blocks_of_another_size_turn_up(index: PrefixIndex) -> None:
+    """A rank with larger blocks is met between two slices."""
+    index.sweep_soon()
+    index.tidy(steps=CHAINS)
+    index.add_rank(3, domain="engine")
+    index.apply(3, BlockStored((1 << 40,), None, (5, 5, 5, 5), 4, kind=FULL))
+    while index.tidy():
+        pass
+    assert not index._is_sweeping
 
 
 def test_a_table_forgets_a_rank_by_its_own_keys() -> None:

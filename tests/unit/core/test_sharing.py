@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.core.chains import Chains, Runs
+from router.core.chains import Chains
+from router.core.runs import Runs
 from router.core.sharing import shared_blocks
 
 #: An answer may be as long as 2,048 tokens: four blocks of these.
