@@ -6,6 +6,7 @@ same inputs give the same decisions.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -78,22 +79,37 @@ def least_loaded(view: FleetView, request: RouteRequest, rng: Random, now: float
 
 
 class Places:
-    """Where sessions belong by consistent hashing over a model's ranks: every router finds the same, asking nobody."""
+    """Where sessions belong by consistent hashing over a model's ranks: every router finds the same, asking nobody.
+
+    Rings are kept, the last used: one takes milliseconds to make, and there is one for each set of ranks.
+    """
+
+    MOST_RINGS = 16
 
     def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._ring = Ring(())
+        self._rings: OrderedDict[frozenset[str], Ring] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Rings that are kept."""
+        return len(self._rings)
 
     def first(self, view: FleetView, ranks: Sequence[RankView], request: RouteRequest) -> RankView:
         """The one of ``ranks`` that comes first from the session's place on the ring. The request has a session."""
         assert request.session is not None
         serving = {str(rank.id): rank for rank in view.ranks if request.model in rank.models}
-        if self._names != serving.keys():
-            self._names = frozenset(serving)
-            self._ring = Ring(serving)
+        ring = self._ring(frozenset(serving))
         eligible = {rank.slot for rank in ranks}
-        walk = self._ring.walk("\x00".join(request.session))
+        walk = ring.walk("\x00".join(request.session))
         return next(serving[name] for name in walk if serving[name].slot in eligible)
+
+    def _ring(self, names: frozenset[str]) -> Ring:
+        ring = self._rings.pop(names, None)
+        if ring is None:
+            ring = Ring(names)
+            if len(self._rings) >= self.MOST_RINGS:
+                self._rings.popitem(last=False)
+        self._rings[names] = ring
+        return ring
 
 
 class SessionHash:
