@@ -77,7 +77,7 @@ _FIELDS = ("prompt_cache_key", "session_id", "conversation_id")
 #: What headers with credentials have in their names. There are many such headers, and each vendor has its own.
 _CREDENTIAL = re.compile(
     r"auth|token|key|secret|passw|cookie|credential|signature|jwt|bearer"
-    r"|\b(?:sso|saml|oidc|openid|idp|login|logon|signin|csrf|xsrf|otp|mfa)\b"
+    r"|(?<![a-z0-9])(?:sso|saml|oidc|openid|idp|login|logon|signin|csrf|xsrf|otp|mfa|pwd)(?![a-z0-9])"
 )
 #: A parent's session is somebody else's: it must not name its child's.
 _VENDOR_SESSION = re.compile(r"^x-(?!(?:[a-z0-9-]+-)?parent-session-id$)[a-z0-9-]+-session-id$")
@@ -335,6 +335,7 @@ class SessionTable:
         elif used_at > binding.used_at:
             binding.serve(self._tenure(slot))
             binding.used_at = used_at
+            self._bindings.move_to_end((model, key))
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: it is nobody's home."""

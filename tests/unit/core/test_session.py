@@ -85,7 +85,9 @@ def test_configured_names_are_compared_without_case() -> None:
             "x-sso-session-id",
             "x-corp-sso-session-id",
             "x-login-session-id",
+            "x-pwd-session-id",
         ),
+        *("x_sso_session", "saml_session_id", "X-Corp_Login"),
     ],
 )
 def test_credentials_name_nobody(header: str) -> None:

@@ -45,6 +45,18 @@ def test_the_least_recently_used_session_goes_first() -> None:
     assert len(table) == 3
 
 
+def test_what_another_router_used_last_is_no_older_than_what_this_one_did() -> None:
+    """Its sessions are listed and forgotten in the order of their use, wherever that was."""
+    table = SessionTable(max_sessions=3, idle_seconds=1000)
+    for number in range(3):
+        serve(table, number, slot=0, now=number)
+    table.adopt("m", key(0), slot=1, used_at=3, now=4)
+    assert [named for (_, named), _ in table.recent()] == [key(0), key(2), key(1)]
+    serve(table, 3, slot=0, now=5)
+
+    assert [number for number in range(4) if table.home("m", key(number), now=5) is not None] == [0, 2, 3]
+
+
 def test_a_running_session_is_never_pushed_out() -> None:
     """However many others come, and the table keeps its bound by pushing out idle ones."""
     table = SessionTable(max_sessions=3, idle_seconds=1000)
