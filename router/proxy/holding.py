@@ -167,6 +167,8 @@ class Holding:
         if heard_by is not None and visit.cold:
             self._started += 1
             heapq.heappush(self._unheard, (heard_by, self._started, visit))
+            if self._held:
+                self._look_again()
         return visit
 
     def _presume(self, *, now: float) -> bool:
@@ -259,11 +261,15 @@ class Holding:
         return view
 
     def _look_again(self) -> None:
-        if self._timer is None:
-            seconds = _LOOK_AGAIN_SECONDS
-            if self._unheard:
-                seconds = min(seconds, max(0.0, self._unheard[0][0] - self._fleet.clock()))
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._looked)
+        """In a second, or as soon as a place for a cold start should be free."""
+        loop, seconds = asyncio.get_running_loop(), _LOOK_AGAIN_SECONDS
+        if self._unheard:
+            seconds = min(seconds, max(0.0, self._unheard[0][0] - self._fleet.clock()))
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + seconds:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._looked)
 
     def _looked(self) -> None:
         self._timer = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -315,6 +317,32 @@ async def test_who_is_drained_stays_until_there_is_room_elsewhere() -> None:
     third = await ask(world, "s", 62_000, start=100)
     assert third is not None
     assert third.decision.slot == other
+
+
+async def test_a_place_is_looked_after_as_soon_as_it_should_be_free() -> None:
+    """Of two who wait the first is let go by an end, and its prompt is short: the second does not wait for the next
+    look, which is due in a second.
+    """
+    world = world_of(1)
+    full = await ask(world, "full", 84_000, start=100, end=None)
+    assert full is not None
+    chosen: list[Attempt] = []
+
+    def go(prepared: PreparedRequest) -> None:
+        chosen.append(world.brain.choose(prepared))
+
+    for number in (1, 2):
+        prompt = prompt_of(2_000, start=200_000 * number)
+        prepared = await world.prepare(prompt, {"x-session-id": f"s{number}"}, max_tokens=300)
+        assert world.brain.hold(prepared, partial(go, prepared)) is not None
+    full.lease.close(Outcome.CLIENT_ERROR, None)
+    assert len(chosen) == 1
+    world.now += 1.01 * chosen[0].decision.expected_prefill_seconds
+
+    async with asyncio.timeout(0.9):
+        await asyncio.sleep(chosen[0].decision.expected_prefill_seconds)
+        while len(chosen) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
