@@ -36,15 +36,12 @@ class Arrivals:
         *,
         settings: QueueSettings,
         rules: names.ForwardingRules,
-        own_lines: Callable[[], bytes] | None,
         log: FilteringBoundLogger,
     ) -> None:
         self.forwarder = forwarder
         forwarder.hold_again = self.hold_again
         self.settings = settings
         self.rules = rules
-        #: Header lines of the router's own with every request. They may change, so they are no part of known heads.
-        self.own_lines = own_lines
         self.log = log
         self.gate = (
             Gate(
@@ -175,9 +172,6 @@ class Arrival:
         lines = head.forwarded + exchange.id_line
         if exchange.trace is not None:
             lines += exchange.trace.lines()
-        own_lines = self._arrivals.own_lines
-        if own_lines is not None:
-            lines += own_lines()
         self._outbound = Outbound(inference, head.target, lines)
         brain = self._arrivals.forwarder.brain
         request_id = exchange.request_id.decode("ascii")

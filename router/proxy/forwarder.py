@@ -28,13 +28,14 @@ class Forwarder:
         settings: UpstreamSettings,
         instruments: Instruments,
         log: FilteringBoundLogger,
+        own_lines: Callable[[], bytes] | None = None,
     ) -> None:
         self.brain = brain
         self.pool = pool
         self.settings = settings
         self.instruments = instruments
         self.log = log
-        self.writer = Writer()
+        self.writer = Writer(own_lines)
         #: No two routers may name the same room, so these draws are not seeded.
         self.rooms = random.SystemRandom()
         #: Whether a request that failed where it had room must wait for room elsewhere; then it is told.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from router.core.types import Decision, Engine, RankId, Reason, WorkerRole
@@ -31,7 +32,9 @@ class Outbound:
 class Writer:
     """Writes heads, of which most is the same for every request to a rank and is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_lines: Callable[[], bytes] | None = None) -> None:
+        """``own_lines`` are header lines of the router's own with every request, as of the moment of sending."""
+        self._own_lines = own_lines
         self._heads: dict[Target, tuple[bytes, bytes]] = {}
         self._places: dict[tuple[RankId, Reason], bytes] = {}
 
@@ -50,8 +53,9 @@ class Writer:
             head = _head(target)
             _keep(self._heads, target, head)
         before, after = head
-        parts = (before, outbound.target, after, outbound.lines, len(body))
-        return b"%b%b%b%bcontent-length: %d\r\n\r\n" % parts, body
+        own_lines = b"" if self._own_lines is None else self._own_lines()
+        parts = (before, outbound.target, after, outbound.lines, own_lines, len(body))
+        return b"%b%b%b%b%bcontent-length: %d\r\n\r\n" % parts, body
 
     def decision_lines(self, decision: Decision, *, attempt: int, id_line: bytes) -> bytes:
         """The ``x-homing-*`` headers and the request's id."""

@@ -117,11 +117,18 @@ class DataPlane:
             drop=upstream_settings.drop_headers,
             traced=tracing is not None,
         )
+        forwarder = Forwarder(
+            brain,
+            self._pool,
+            settings=upstream_settings,
+            instruments=self._instruments,
+            log=log,
+            own_lines=None if rules.passes(names.AUTHORIZATION) else worker_key_line,
+        )
         self._arrivals = Arrivals(
-            Forwarder(brain, self._pool, settings=upstream_settings, instruments=self._instruments, log=log),
+            forwarder,
             settings=queue_settings or QueueSettings(),
             rules=rules,
-            own_lines=None if rules.passes(names.AUTHORIZATION) else worker_key_line,
             log=log,
         )
         metrics.queued.set_function(lambda: self._arrivals.queued)
@@ -200,7 +207,8 @@ class DataPlane:
             return
         self._empty = asyncio.Event()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
 
     @property
     def clients(self) -> frozenset[ClientConnection]:

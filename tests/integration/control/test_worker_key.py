@@ -15,8 +15,8 @@ from router.fleet.worker_api import describe
 from router.settings import UpstreamSettings, WorkerSpec
 from router.worker_key import WorkerKey
 from tests.fakes.control_worker import ControlWorker, as_json
-from tests.fakes.fault_worker import FaultWorker, Received
-from tests.fakes.proxy_rig import rig, target
+from tests.fakes.fault_worker import FaultWorker, Received, answer
+from tests.fakes.proxy_rig import rig, target, until
 from tests.integration.control.test_router_process import Running, homing
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -107,6 +107,33 @@ async def test_the_clients_own_key_or_the_routers(tmp_path: Path, options: dict[
         bearer, other = map(_authorizations, worker.requests)
     assert bearer == [shown]
     assert other == ([] if shown.endswith("1234567") else [shown])
+
+
+async def test_the_key_is_the_one_of_the_moment_of_sending(tmp_path: Path) -> None:
+    """What has come in under the old one and is sent once there is a new one brings the new one; so does a retry."""
+    file = tmp_path / "worker.key"
+    file.write_text(OLD)
+    key = WorkerKey(file)
+
+    def renew(text: str) -> None:
+        file.write_text(text)
+        key.reload()
+
+    async with (
+        FaultWorker([(0.3, answer(500, b"{}"))]) as first,
+        FaultWorker() as second,
+        rig(target(first.port), target(second.port), worker_key_line=key.line) as it,
+    ):
+        it.brain.preparing = asyncio.Event()
+        asking = asyncio.create_task(it.ask(ASK))
+        await until(lambda: bool(it.brain.prepared))
+        renew(NEW)
+        it.brain.preparing.set()
+        await until(lambda: bool(first.requests))
+        renew("worker-key-3")
+        assert (await asking).status == 200
+        shown = [_authorizations(worker.requests[0]) for worker in (first, second)]
+    assert shown == [[f"Bearer {NEW}"], ["Bearer worker-key-3"]]
 
 
 @pytest.mark.parametrize("contents", [b"", b"\n", b"two words", b"one\ntwo", "schlüssel".encode(), None])
