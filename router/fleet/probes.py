@@ -64,7 +64,8 @@ def failure(error: BaseException) -> Probe:
 async def until_due(doubted: asyncio.Event, *, interval_seconds: float) -> None:
     """Wait for the next probe's time: soon, once the worker is doubted."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(doubted.wait(), interval_seconds)
+        async with asyncio.timeout(interval_seconds):  # not ``wait_for``, which may swallow a cancellation
+            await doubted.wait()
         await asyncio.sleep(min(_DOUBT_SECONDS, interval_seconds))
     doubted.clear()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -98,9 +98,9 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
     """Ask a worker what it is. Raises ``WorkerError`` with a sentence that says what went wrong."""
     models = await _get_json(client, spec.url + "/v1/models")
     sources, server, metrics = await asyncio.gather(
-        _optional(_get_json(client, spec.url + "/kv_event_sources")),
-        _optional(_get_json(client, spec.url + "/server_info")),
-        _optional(_get_text(client, spec.url + "/metrics")),
+        _optional(_get_json, client, spec.url + "/kv_event_sources"),
+        _optional(_get_json, client, spec.url + "/server_info"),
+        _optional(_get_text, client, spec.url + "/metrics"),
     )
     if sources and not any(rank.isdecimal() for rank in sources):
         sources = None  # a server that answers every path alike names no rank
@@ -141,7 +141,7 @@ async def fetch_tokenizer(client: httpx.AsyncClient, url: str) -> tuple[bytes, d
         response = await client.get(url + "/tokenizer.json")
         if response.status_code != httpx.codes.OK:
             return None
-        config = await _optional(_get_json(client, url + "/tokenizer_info"))
+        config = await _optional(_get_json, client, url + "/tokenizer_info")
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
     return response.content, dict(config or {})
@@ -176,8 +176,9 @@ async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:
 
 async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
     try:
-        # In a task of its own: ``asyncio.timeout`` around it leaves a connection open when this one is cancelled.
-        response = await asyncio.wait_for(client.get(url), _ANSWER_SECONDS)
+        # Not ``wait_for``: up to Python 3.11 that takes an answer for the end of a task cancelled in the same moment.
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            response = await client.get(url)
     except TimeoutError as error:
         raise WorkerError(f"{url} did not answer in time") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -203,9 +204,11 @@ async def _get_text(client: httpx.AsyncClient, url: str) -> str:
     return (await _get(client, url)).text
 
 
-async def _optional(answer: Awaitable[T]) -> T | None:
+async def _optional(
+    get: Callable[[httpx.AsyncClient, str], Awaitable[T]], client: httpx.AsyncClient, url: str
+) -> T | None:
     try:
-        return await answer
+        return await get(client, url)
     except WorkerError:
         return None
 

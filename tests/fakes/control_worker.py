@@ -16,6 +16,9 @@ def as_json(value: Any, status: int = 200) -> tuple[int, bytes]:
     return status, json.dumps(value).encode()
 
 
+#: Of the loop: who connects is accepted, then has a transport, then its protocol's word, then is served.
+_ACCEPTING_TURNS = 4
+
 MODELS = as_json({"object": "list", "data": [{"id": "m", "max_model_len": 4096}]})
 
 
@@ -52,12 +55,16 @@ class ControlWorker:
     async def die(self) -> None:
         """Stop listening and cut what is open; entering again listens on the same port."""
         if self._server is not None:
+            # What is accepted as asyncio's server closes stays open for ever: nobody may come in before that.
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening)
+            for _ in range(_ACCEPTING_TURNS):
+                await asyncio.sleep(0)
             self._server.close()
-            await asyncio.sleep(0)  # who has connected is served from the next turn on
             for writer in self._writers:
                 writer.transport.abort()
             await self._server.wait_closed()
-            await asyncio.sleep(0)  # and lost in the one after
+            await asyncio.sleep(0)  # lost in the next turn
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -78,8 +78,7 @@ async def test_the_last_worker_goes_when_its_successor_has_come(control: Control
             assert (old.name, old.status, old.awaits) == ("blue", READY, {"green"})
             assert '"awaits": ["green"]' in control.log.getvalue()
             async with green:
-                await until(lambda: ranks(control) == ["green/0"])
-                assert not control.registry.outgoing()
+                await until(lambda: ranks(control) == ["green/0"] and not control.registry.outgoing())
                 await asyncio.sleep(0.05)
 
 
@@ -181,7 +180,7 @@ async def test_as_many_go_as_have_come(control: Control) -> None:
             await until(lambda: ranks(control) == ["c/0", "first/0", "second/0"])
             async with late[1]:
                 await until(lambda: ranks(control) == ["first/0", "second/0", "third/0"])
-                assert not control.registry.outgoing()
+                await until(lambda: not control.registry.outgoing())
 
 
 async def test_another_model_is_no_relief(control: Control) -> None:
