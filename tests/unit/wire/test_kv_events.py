@@ -99,6 +99,77 @@ def test_older_releases_send_arrays() -> None:
     assert (event.parent, event.token_ids, event.block_tokens) == (None, array("I", [1, 2, 3, 4]), 4)
 
 
+class _Array(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """How vLLM encoded events as arrays; the fields below are in its order (``distributed/kv_events.py``)."""
+
+
+class _Stored(_Array, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class _Removed(_Array, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+def test_arrays_say_all_that_maps_say() -> None:
+    """Adapter, salt, group, window and place are read by their positions; what lies behind is passed over."""
+    stored = _Stored(
+        [1, 2], 3, [4, 5], 1, 7, "CPU", "legal", [["a"], None], 2, "sliding_window", 64, "REMOTE", "x", "s"
+    )
+    removed = _Removed([1], "GPU", 2, "REMOTE", "x")
+
+    assert decode_batch(msgspec.msgpack.encode([1.0, [stored, removed], 0])).events == (
+        BlockStored(
+            hashes=(1, 2),
+            parent=3,
+            token_ids=array("I", [4, 5]),
+            block_tokens=1,
+            medium="CPU",
+            group=2,
+            kind="sliding_window",
+            window_tokens=64,
+            lora_name="legal",
+            extra_keys=(["a"], None),
+            locality="REMOTE",
+        ),
+        BlockRemoved(hashes=(1,), medium="GPU", group=2, locality="REMOTE"),
+    )
+
+
+@pytest.mark.parametrize("fields", range(5, 15))
+def test_arrays_end_where_their_release_ended(fields: int) -> None:
+    """Each release of vLLM added fields at the end: five were the first, and what is not said has its default."""
+    whole = [[1], None, [4], 1, None, "GPU", None, [["a"]], 1, "full_attention", None, None, None, None]
+    (event,) = decode_batch(msgspec.msgpack.encode([1.0, [["BlockStored", *whole[:fields]]], 0])).events
+
+    assert event == BlockStored(
+        hashes=(1,),
+        parent=None,
+        token_ids=array("I", [4]),
+        block_tokens=1,
+        extra_keys=(["a"],) if fields > 7 else None,
+        group=1 if fields > 8 else 0,
+        kind="full_attention" if fields > 9 else None,
+    )
+
+
 def test_an_adapter_known_by_number_only_is_not_the_base_model() -> None:
     """vLLM gave ``lora_id`` alone before it had ``lora_name``; with a name the number says nothing more."""
     raw = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
