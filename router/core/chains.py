@@ -21,6 +21,8 @@ from router.core.runs import RUN_BLOCKS, Run, Runs
 from router.wire.kv_events import GPU
 
 _FEW_RUNS = 1024
+#: So many runs get another turn before one is forgotten all the same.
+_MOST_TURNS = 256
 
 #: A stretch of a chain that a run has: where it begins in the chain, the run, and how many of the run's first blocks.
 Step = tuple[int, Run, int]
@@ -194,11 +196,12 @@ class Chains:
 
     def _shorten(self, run: Run, length: int) -> None:
         self._runs.blocks -= len(run.keys) - length
+        first = run.keys[0]
+        del run.keys[length:]  # of a run that is gone as well: it is still in lists
         if length:
-            del run.keys[length:]
             run.has_lost_its_end = True
             return
-        del self._firsts[run.keys[0]], self._runs.by_number[run.number]
+        del self._firsts[first], self._runs.by_number[run.number]
         if run.parent is not None:
             parent, stop = run.parent
             del parent.branches[stop][run]
@@ -233,8 +236,9 @@ class Chains:
 
     def _next_to_go(self) -> Run:
         """The oldest run that was not used since its last turn, or what is behind it; those that were used get another
-        turn (second chance).
+        turn (second chance), as far as they are looked at now.
         """
+        turns = 0
         while True:
             first = run = self._turns[0]
             if run.number not in self._runs.by_number:
@@ -242,8 +246,9 @@ class Chains:
                 continue
             while run.floor == len(run.keys):
                 run = next(iter(run.branches[run.floor]))
-            if not (run.is_used or first.is_used):
+            if turns == _MOST_TURNS or not (run.is_used or first.is_used):
                 return run
+            turns += 1
             first.is_used = False
             self._turns.rotate(-1)
 

@@ -15,7 +15,7 @@ from router.core.runs import Runs
 from router.wire.kv_events import EngineHash
 
 #: So many names are looked at in one step of a sweep.
-_AT_ONCE = 64
+_AT_ONCE = 16
 
 
 @dataclass(slots=True)

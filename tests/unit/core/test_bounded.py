@@ -67,9 +67,14 @@ def wide_orphans(number: int) -> Iterator[Event]:
     yield replace(one(number), parent=1 << 50 | number, extra_keys=(["x" * 10_000 + str(number)],))
 
 
+def long_chains(number: int) -> Iterator[Event]:
+    yield BlockStored(tuple(range(512 * number, 512 * number + 512)), None, [number] * 16 * 512, 16, kind=FULL)
+
+
 @pytest.mark.parametrize(
     ("stream", "events"),
     [
+        (long_chains, 1_500),
         (ends_inside_a_block, 20_000),
         (other_names_for_one_block, 20_000),
         (windows_whose_dense_block_goes, 10_000),

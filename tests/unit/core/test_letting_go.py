@@ -15,6 +15,7 @@ from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 FULL = "full_attention"
 WINDOW = "sliding_window"
 CHAINS = 4 * SLICE
+MANY = 2000
 
 
 def stored(number: int, *, group: int = 0, kind: str = FULL) -> BlockStored:
@@ -161,6 +162,21 @@ def test_what_is_asked_for_stays_when_the_index_is_full() -> None:
         if number > 5:
             assert index.reusable_tokens(keys, prompt_tokens=201) == {0: 200}
     assert len(index) == 1000
+
+
+def test_one_event_looks_at_few_turns() -> None:
+    """Where everything was asked for since it was stored, no event waits until all of it has had its turn."""
+    index = PrefixIndex(block_tokens=2, max_blocks=5 * MANY)
+    index.add_rank(0, domain="engine")
+    chains = index._chains[1]
+    passed_over = 0
+    for number in range(MANY):
+        used = sum(run.is_used for run in chains.runs())
+        index.apply(0, stored(number))
+        passed_over = max(passed_over, used - sum(run.is_used for run in chains.runs()))
+        assert found(index, number) == {0: 2}
+    assert index.evicted_blocks
+    assert 0 < passed_over < MANY // 2
 
 
 def test_what_was_asked_for_once_goes_in_its_turn() -> None:
