@@ -25,9 +25,12 @@ _SILENT_SECONDS = 10.0
 class Claim:
     """One request's share of a rank's load. It keeps the cells it was opened on, so that the end of a claim on a rank
     that has left cannot touch the rank that got its slot.
+
+    ``heard_by``: of an answer that comes whole, by when its prompt should be computed, which nobody hears.
     """
 
     __slots__ = (
+        "heard_by",
         "joint",
         "load",
         "open",
@@ -49,6 +52,7 @@ class Claim:
         prefill_tokens: int,
         prefill_seconds: float,
         opened_at: float,
+        heard_by: float | None,
     ) -> None:
         self.load = load
         self.queue = queue
@@ -57,6 +61,7 @@ class Claim:
         self.prefill_tokens = prefill_tokens
         self.prefill_seconds = prefill_seconds
         self.opened_at = opened_at
+        self.heard_by = heard_by
         self.waiting = True
         self.open = True
 
@@ -114,9 +119,18 @@ class LoadBook:
         self._joint.pop(slot, None)
         self._queues.pop(slot, None)
 
-    def open(self, slot: int, *, prompt_tokens: int, prefill_tokens: int, seconds: float, now: float) -> Claim:
+    def open(
+        self,
+        slot: int,
+        *,
+        prompt_tokens: int,
+        prefill_tokens: int,
+        seconds: float,
+        now: float,
+        heard_by: float | None = None,
+    ) -> Claim:
         """A request is sent: ``seconds`` of prefill for ``prefill_tokens`` uncached tokens are expected, by the speed
-        that the rank was first taken to have.
+        that the rank was first taken to have. ``heard_by`` as in ``Claim``.
         """
         load, queue = self.load(slot), self._queues.get(slot)
         if queue is None:
@@ -129,6 +143,7 @@ class LoadBook:
             prefill_tokens=prefill_tokens,
             prefill_seconds=seconds,
             opened_at=now,
+            heard_by=heard_by,
         )
         if not load.waiting:
             load.serving_since, load.serving_seconds = now, seconds
@@ -146,18 +161,24 @@ class LoadBook:
         return claim
 
     def first_byte(self, claim: Claim, *, now: float) -> float | None:
-        """Prefill is over. Returns the seconds of service it took alone on the rank, None if not known.
+        """Prefill is over. Returns the seconds of service it took alone on the rank, None if not known; of an answer
+        that comes whole all since it was sent, which is more.
 
         The rank works on waiting prompts one after another, so service began when the one before ended.
         """
         if not claim.waiting:
             return None
         load = claim.load
-        in_order = _first(claim)
-        since = load.serving_since if claim.joint is None else claim.joint.total.serving_since
-        served = now - max(claim.opened_at, since) if in_order else None
-        self._leave_queue(claim)
-        load.serving_since = now
+        served: float | None = None
+        if claim.heard_by is not None:
+            served = now - claim.opened_at
+            self._leave_unheard(claim, claim.heard_by, now=now)
+        else:
+            since = load.serving_since if claim.joint is None else claim.joint.total.serving_since
+            if _is_next(claim):
+                served = now - max(claim.opened_at, since)
+            self._leave_queue(claim)
+            load.serving_since = now
         if claim.joint is not None:
             claim.joint.add_up(now=now)
         return served
@@ -168,7 +189,9 @@ class LoadBook:
             return
         claim.open = False
         load = claim.load
-        if claim.waiting:
+        if claim.waiting and claim.heard_by is not None:
+            self._leave_unheard(claim, claim.heard_by, now=now)
+        elif claim.waiting:
             if _first(claim):  # one that leaves from the middle of the queue has not been served
                 load.serving_since = now
             self._leave_queue(claim)
@@ -176,6 +199,16 @@ class LoadBook:
         load.inflight_tokens -= claim.prompt_tokens
         if claim.joint is not None:
             claim.joint.add_up(now=now)
+
+    def _leave_unheard(self, claim: Claim, heard_by: float, *, now: float) -> None:
+        """An answer that comes whole is over. Its prompt was computed before: who comes next has been served since that
+        should have been, or since it was sent.
+        """
+        load, was_first = claim.load, _first(claim)
+        self._leave_queue(claim)
+        if was_first and claim.queue:
+            following = next(iter(claim.queue))
+            load.serving_since = max(load.serving_since, following.opened_at, min(now, heard_by))
 
     @staticmethod
     def _leave_queue(claim: Claim) -> None:
@@ -189,8 +222,20 @@ class LoadBook:
 
 
 def _first(claim: Claim) -> bool:
-    """Whether the rank is working on this very prompt."""
+    """Whether it is at the head of its rank's queue."""
     return next(iter(claim.queue)) is claim
+
+
+def _is_next(claim: Claim) -> bool:
+    """Whether the rank has been working on this very prompt since it was its turn: those before it in the queue were
+    computed before it was sent, as far as anybody hears, and only their answers are still in the making.
+    """
+    for other in claim.queue:
+        if other is claim:
+            return True
+        if other.heard_by is None or other.heard_by > claim.opened_at:
+            return False
+    return False
 
 
 def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None:

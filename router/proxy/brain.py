@@ -278,7 +278,7 @@ class RouterBrain(Models):
         # Where it fetches a part from below its first token says little of how fast it computes.
         lease.is_loading = request.loadable_tokens.get(decision.slot, 0) > decision.expected_cached_tokens
         if self._holding is not None:
-            lease.visit = self._holding.started(request, decision.slot, partner=partner, heard_by=lease.heard_by)
+            lease.visit = self._holding.started(request, decision.slot, partner=partner, heard_by=lease.claim.heard_by)
         return lease
 
     def _decide(

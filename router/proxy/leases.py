@@ -74,7 +74,7 @@ class Leases:
         member = fleet.member(decision.slot)
         fleet.breakers.sent(decision.slot, now=now)
         is_handed = decision.prefill is not None
-        heard_by = None
+        heard_by = None  # of an answer that comes whole nobody hears when its prompt has been computed
         if not prepared.is_streamed and prepared.output_tokens > 1 and not member.is_prefill:
             heard_by = now
             if not is_handed:
@@ -91,6 +91,7 @@ class Leases:
             )
             / member.pace.factor,
             now=now,
+            heard_by=heard_by,
         )
         binding = None
         if prepared.session is not None:
@@ -100,7 +101,6 @@ class Leases:
             if self._is_shared:
                 self._tell_home(prepared, member)
         lease = Lease(self, prepared, decision, member, claim, binding)
-        lease.heard_by = heard_by
         if prepared.tokens is None:
             fleet.texts.add(decision.slot, prepared.text_keys or ())
             return lease
@@ -124,9 +124,13 @@ class Leases:
         if self._holding is not None and lease.visit is not None:
             self._holding.first_token(lease.visit)
         served = self._fleet.loads.first_byte(lease.claim, now=now)
-        is_heard = lease.heard_by is None or now < lease.heard_by
-        if served is not None and is_keyed and is_heard and not lease.is_loading:
-            learn_pace(lease.member, lease.decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served)
+        if served is None or not is_keyed or lease.is_loading:
+            return
+        decision = lease.decision
+        is_whole = lease.claim.heard_by is not None
+        if is_whole and (decision.prefill is not None or served >= decision.expected_prefill_seconds):
+            return
+        learn_pace(lease.member, decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served)
 
     def _filled(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         """The prompt's blocks are there now."""
@@ -235,7 +239,6 @@ class Lease:
         "binding",
         "claim",
         "decision",
-        "heard_by",
         "is_loading",
         "member",
         "noted",
@@ -265,8 +268,6 @@ class Lease:
         self.promises: list[Promise] = []
         self.allocation: AnyAllocation | None = None
         self.is_loading = False
-        #: Of an answer that comes whole: by when its prompt should be computed, which nobody hears.
-        self.heard_by: float | None = None
 
     def first_byte(self, generated: Callable[[], int] | None = None) -> None:
         """Prefill is over."""

@@ -152,6 +152,59 @@ def test_overtaking_says_nothing_of_speed() -> None:
     assert book.first_byte(claim(book, now=0.0), now=1.0) is None
 
 
+def whole(book: LoadBook, *, now: float, seconds: float = 1.0) -> Claim:
+    """On a rank without a queue."""
+    return book.open(0, prompt_tokens=100, prefill_tokens=80, seconds=seconds, now=now, heard_by=now + seconds)
+
+
+@pytest.mark.parametrize("end", [9.8, 10.3, 20.0])
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_whole_answer_in_the_making_is_nobodys_prefill(end: float, ends_well: bool) -> None:
+    """Its prompt is computed by t=1. Another comes at 9.5 and has its first token at 10.5: that took a second, whether
+    the answer before it ends then, meanwhile or later.
+    """
+    book = LoadBook()
+    answer, other = whole(book, now=0.0), claim(book, now=9.5)
+
+    def finish() -> None:
+        if ends_well:
+            book.first_byte(answer, now=end)
+        book.close(answer, now=end)
+
+    if end < 10.5:
+        finish()
+        assert wait_seconds(book.load(0), PACE, now=10.5) == 0.0  # it has been at work for as long as was promised
+    assert book.first_byte(other, now=10.5) == 1.0
+    if end > 10.5:
+        finish()
+    assert book.load(0).waiting == 0
+
+
+def test_behind_a_prompt_that_may_still_be_computed_nothing_is_measured() -> None:
+    """One that is sent with it or before it should be done, or later but behind a stream's; but once it has ended, the
+    next is served from the time on by which it should have been.
+    """
+    book = LoadBook()
+    answer, other = whole(book, now=0.0, seconds=4.0), claim(book, now=3.9)
+    assert book.first_byte(other, now=5.0) is None
+    book.close(answer, now=6.0)
+
+    answer, other = whole(book, now=10.0, seconds=4.0), claim(book, now=10.0)
+    book.first_byte(answer, now=16.0)
+    assert book.first_byte(other, now=17.0) == 3.0
+
+    whole(book, now=20.0), claim(book, now=30.0)
+    assert book.first_byte(claim(book, now=30.0), now=31.0) is None
+
+
+def test_of_a_whole_answer_all_is_counted() -> None:
+    """Its prompt took no longer: the end of another, beside which it was computed, says nothing of its beginning."""
+    book = LoadBook()
+    answer, other = whole(book, now=0.0), whole(book, now=8.0)
+    assert book.first_byte(answer, now=8.5) == 8.5
+    assert book.first_byte(other, now=8.6) == pytest.approx(0.6)
+
+
 def test_one_that_gives_up_in_the_queue_does_not_disturb_the_one_served() -> None:
     """A client that leaves at t=9 while another's prefill runs from 0 to 10: that took ten seconds, not one."""
     book = LoadBook()

@@ -102,6 +102,26 @@ async def test_a_whole_answer_sooner_than_its_prompt_should_take_tells_the_speed
     assert pace.factor < factor
 
 
+async def test_a_whole_answer_is_no_sooner_for_the_end_of_another() -> None:
+    """The second of two is there a tenth of a second after the first, for which it did not wait: its prompt took no
+    more than all its time, which is half of what it should take.
+    """
+    world = World(ranks=1)
+    pace = world.fleet.member(0).pace
+    first = await world.ask(prompt_of(1000), max_tokens=300)
+    world.now += 60.0
+    second = await world.ask(prompt_of(20_000, start=10_000), max_tokens=300)
+    seconds = second.decision.expected_prefill_seconds
+    world.now += 0.5 * seconds - 0.1
+    first.lease.first_byte()
+    first.lease.close(Outcome.OK, Usage(1000, 300, 0))
+    assert pace.factor == 1.0
+    world.now += 0.1
+    second.lease.first_byte()
+
+    assert pace.factor == pytest.approx(0.5)
+
+
 async def test_an_engine_that_does_not_tell_reuse_is_not_judged() -> None:
     """``cached_tokens`` absent is not zero."""
     world = World(ranks=1)
