@@ -90,9 +90,7 @@ class Holding:
 
     def offer(self, route: Route, go: Go) -> HeldRequest | frozenset[int] | None:
         """A request has arrived: where it may go at once (None: anywhere), or that it waits until ``go``."""
-        now = self._fleet.clock()
-        if self._presume(now=now):
-            self.release()
+        now = self._catch_up()
         answer = self._admission.offer(route(), self._view(), now=now, closed=self._fleet.breakers.closed_to(now=now))
         self._metrics.admissions.labels(answer.why).inc()
         if not isinstance(answer, Hold):
@@ -105,7 +103,7 @@ class Holding:
 
     def foretell(self, request: RouteRequest) -> Waiting | frozenset[int] | None:
         """What a request would be told that arrives now."""
-        now = self._fleet.clock()
+        now = self._catch_up()
         closed = self._fleet.breakers.closed_to(now=now)
         answer = self._admission.foretell(request, self._view(), now=now, closed=closed)
         if not isinstance(answer, Barrier):
@@ -171,14 +169,16 @@ class Holding:
                 self._look_again()
         return visit
 
-    def _presume(self, *, now: float) -> bool:
-        """Free the places for cold starts of prompts that should be computed by now, if there are any."""
-        was_freed = False
+    def _catch_up(self) -> float:
+        """Free the places for cold starts of prompts that should be computed by now, and fill them. Returns the time."""
+        now, was_freed = self._fleet.clock(), False
         while self._unheard and self._unheard[0][0] <= now:
             _, _, visit = heapq.heappop(self._unheard)
             was_freed |= visit.cold
             visit.leave_start()
-        return was_freed
+        if was_freed:
+            self.release()
+        return now
 
     def first_token(self, visit: Visit) -> None:
         """Its prefill is over: the rank's place for a cold start may be free."""
@@ -273,7 +273,7 @@ class Holding:
 
     def _looked(self) -> None:
         self._timer = None
-        self._presume(now=self._fleet.clock())
+        self._catch_up()
         self.release()
         if self._held:
             self._look_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from router.proxy.brain import RouterBrain
 from router.proxy.holding import HeldRequest
 from router.proxy.prepared import PreparedRequest
 from router.proxy.types import Attempt, Outcome
+from router.wire.openai import Endpoint, parse_request
 from router.wire.usage import Usage
 from tests.fakes.brain_world import BLOCK, ENDS_WITH_CONTEXT, World, prompt_of
 
@@ -317,6 +319,22 @@ async def test_who_is_drained_stays_until_there_is_room_elsewhere() -> None:
     third = await ask(world, "s", 62_000, start=100)
     assert third is not None
     assert third.decision.slot == other
+
+
+async def test_a_place_that_should_be_free_is_foretold_as_such() -> None:
+    """Nobody has come since its prompt should have been computed."""
+    world = world_of(1)
+    prepared = await world.prepare(prompt_of(1_000), {"x-session-id": "first"}, max_tokens=300)
+    assert hold(world.brain, prepared)[0] is None
+    first = world.brain.choose(prepared)
+    body = json.dumps({"model": "m", "prompt": prompt_of(1_000, start=5_000)}).encode()
+    asked = parse_request(Endpoint.COMPLETIONS, body)
+    foretold = await world.brain.preview(asked, {"x-session-id": "second"}, tenant="t")
+    assert foretold.waiting is not None
+
+    world.now += 1.01 * first.decision.expected_prefill_seconds
+    foretold = await world.brain.preview(asked, {"x-session-id": "second"}, tenant="t")
+    assert foretold.waiting is None
 
 
 async def test_a_place_is_looked_after_as_soon_as_it_should_be_free() -> None:
