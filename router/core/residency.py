@@ -69,6 +69,15 @@ class Residency(Groups):
             self._store_sparse(rank, slot, event)
 
     def _store_dense(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """Store an event, those that wait for its blocks, those that wait for theirs, and so on."""
+        due = [event]
+        while due:
+            event = due.pop()
+            if self._is_stored(rank, slot, event) and (rank.unnamed or rank.orphans):
+                due += reversed(self._end_waits(rank, slot, event.hashes))
+
+    def _is_stored(self, rank: RankState, slot: int, event: BlockStored) -> bool:
+        """Whether an event could be placed, and there was room for it."""
         parent = None if event.parent is None else self._place(rank, event.parent)
         parent_key = None if parent is None else self._runs.key(parent)
         if parent_key is None and event.parent is not None:
@@ -77,7 +86,7 @@ class Residency(Groups):
         if parent_key is None and event.parent is not None:
             most = max(FEW_ORPHANS, self.max_blocks // ORPHANS_SHARE)
             rank.wait_for_parent(event.parent, event, most_blocks=most)
-            return
+            return False
         if parent is not None and (rank.adopted.is_used or not self._runs.holds(slot, parent)):
             self._heal(rank, slot, parent)
         if event.lora_name:
@@ -86,7 +95,7 @@ class Residency(Groups):
         if self.namespaces:
             parent, keys = self._claim(rank, slot, event, parent, keys)
         if not self._make_room(parent, len(keys)):
-            return
+            return False
         hashes = event.hashes
         if again := self._told_again(rank, slot, event, keys):
             known = rank.chains.places(rank.chains.path(keys, limit=again), again)
@@ -96,8 +105,7 @@ class Residency(Groups):
             parent, keys, hashes = known[-1], keys[again:], hashes[again:]
         if keys:
             self._enter(rank, slot, parent, keys, hashes)
-        if rank.unnamed or rank.orphans:
-            self._end_waits(rank, slot, event.hashes)
+        return True
 
     def _place(self, rank: RankState, name: EngineHash) -> int | None:
         """Where a block is known in chains like the rank's."""
@@ -330,16 +338,16 @@ class Residency(Groups):
         for name in event.hashes:
             self._note_stray(rank, name, key)
         self.provisional.confirm(slot, DENSE, (key,))
-        self._end_waits(rank, slot, event.hashes)
+        for each in self._end_waits(rank, slot, event.hashes):
+            self._store_dense(rank, slot, each)
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
-    def _end_waits(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> None:
+    def _end_waits(self, rank: RankState, slot: int, names: Sequence[EngineHash]) -> Sequence[BlockStored]:
+        """These blocks are known now: sparse groups have what they named. Returns the events that waited for them."""
         for name in names:
             for group in rank.unnamed.pop(name, ()):
                 if (key := self._key(rank, name)) is not None:
                     self._gain_sparse(rank, slot, key, group)
                     self.provisional.confirm(slot, group, (key,))
-        for name in names:
-            for event in rank.take_orphans(name):
-                self._store_dense(rank, slot, event)
+        return [event for name in names for event in rank.take_orphans(name)]

@@ -45,6 +45,20 @@ def test_a_removal_takes_the_events_that_bring_the_block_and_no_others() -> None
     assert found == {(10, 11): {0: 1}, (20, 21): {0: 1}, (30, 31): {0: 3}}
 
 
+def test_waits_that_hang_on_one_another_end_all_at_once_however_many() -> None:
+    """Three thousand blocks come one by one, the last first, and then the one that they all hang on."""
+    index, chain = index_of(), range(1, 3001)
+    for name in reversed(chain):
+        index.apply(0, BlockStored((name,), name - 1, (name,), 1))
+    assert index.orphans(0) == 3000
+
+    index.apply(0, BlockStored((0,), None, (0,), 1))
+
+    assert (index.orphans(0), index.blocks(0)) == (0, 3001)
+    keys = block_keys((0, *chain), block_tokens=1, parent=namespace_seed("", ""))
+    assert index.reusable_tokens(keys, prompt_tokens=3002) == {0: 3001}
+
+
 def test_a_parent_among_blocks_of_another_length_is_not_known() -> None:
     """Two ranks that name alike have blocks of one and of three tokens: what one stores the other has not."""
     index = index_of()
