@@ -246,7 +246,6 @@ class RouterBrain(Models):
         """Decide, and open a lease on the chosen rank. Raises ``NoWorker``."""
         fleet = self._fleet
         now = fleet.clock()
-        self._promises.expire(now)
         request = self._route(prepared, exclude=exclude, now=now)
         failing = fleet.breakers.closed_to(now=now)
         decision, leaving = self._decide(request, self._policy, self._rng, failing=failing, now=now)
@@ -313,6 +312,7 @@ class RouterBrain(Models):
         """What the policy is asked, as of now."""
         fleet, knowledge = self._fleet, self._knowledge
         model, session = prepared.model, prepared.session
+        self._promises.expire(now)
         reusable = knowledge.reusable(prepared)
         home = prefill_home = None
         is_beginning = False

@@ -9,6 +9,7 @@ import pytest
 from router.admin.explain import brief_view, decided_view
 from router.core.types import RankStatus
 from router.fleet.decisions import Attempted, Decided
+from router.proxy.promises import PROVISIONAL_SECONDS
 from router.proxy.types import Attempt, Outcome
 from router.wire.openai import Endpoint, parse_request
 from tests.fakes.brain_world import World, prompt_of
@@ -39,6 +40,18 @@ async def test_a_session_is_foretold_at_home() -> None:
     finish(first)
     assert (await preview(world, prompt_of(5_000), "s")).home == first.decision.id
     assert (await preview(world, prompt_of(5_000), "another")).home is None
+
+
+async def test_promises_that_no_event_has_kept_in_time_are_not_foretold() -> None:
+    """What a request should have left counts for a while after its end, for the next one and for a preview alike."""
+    world = World(ranks=1)
+    finish(await world.ask(prompt_of(5_000), "s"))
+    (attempt,) = (await preview(world, prompt_of(5_000), "s")).attempts
+    assert attempt.expected_cached_tokens > 0
+
+    world.now += 1 + PROVISIONAL_SECONDS
+    (attempt,) = (await preview(world, prompt_of(5_000), "s")).attempts
+    assert attempt.expected_cached_tokens == 0
 
 
 async def test_a_rank_that_fails_is_not_foretold() -> None:
