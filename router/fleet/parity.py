@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 
 from router.core.types import Engine
+from router.errors import WorkerError
+from router.fleet.asking import ask, read_number, read_object
+from router.fleet.probes import sentence
 from router.fleet.worker_api import WorkerInfo
 
 #: The prompt's token ids as the router has them, of a chat request's body; None without tokenizer or template.
@@ -56,7 +59,13 @@ class Checker:
     wait_seconds: float = _EVENT_SECONDS
 
     async def check(self, info: WorkerInfo, rank: int, slot: int, *, nonce: str) -> Parity:
-        """Check one rank. Whatever the worker answers, this says something and raises nothing of HTTP's."""
+        """Check one rank. Whatever the worker answers, this says something, and raises nothing."""
+        try:
+            return await self._check(info, rank, slot, nonce=nonce)
+        except Exception as error:  # noqa: BLE001 - the boundary: a check that fails must not cost the worker
+            return Parity(Standing.UNCHECKED, f"the router failed at the check: {error!r:.200}")
+
+    async def _check(self, info: WorkerInfo, rank: int, slot: int, *, nonce: str) -> Parity:
         if not info.part.is_self_sufficient:
             return Parity(Standing.UNCHECKED, "the worker answers in pairs only, prefill and decode together")
         model = info.models[0]
@@ -75,23 +84,30 @@ class Checker:
                 return wrong
             promised = await self._until_promised(slot, tokens)
             second = await self._ask(info, rank, body)
-        except (httpx.HTTPError, ValueError) as error:
-            return Parity(
-                Standing.UNCHECKED, f"the worker did not answer the probe chat: {error or type(error).__name__}"
-            )
+        except WorkerError as error:
+            return Parity(Standing.UNCHECKED, f"the worker did not answer the probe chat: {error}")
         return _judge(second.get("prompt_tokens_details"), promised=promised)
 
     async def _ask(self, info: WorkerInfo, rank: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The ``usage`` of the answer. Raises ``httpx.HTTPError``, ``ValueError``."""
+        """The ``usage`` of the answer. Raises ``WorkerError``."""
         headers = {}
         if info.dp_size > 1 and info.engine is Engine.SGLANG:
             body = {**body, "routed_dp_rank": rank}
         elif info.dp_size > 1:
             headers["x-data-parallel-rank"] = str(rank)
-        response = await self.client.post(info.url + "/v1/chat/completions", json=body, headers=headers)
-        usage = response.raise_for_status().json().get("usage")
+        url = info.url + "/v1/chat/completions"
+        try:
+            answer = await ask(self.client, url, method="POST", body=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise WorkerError(sentence(url, error)) from error
+        if not answer.is_ok:
+            raise WorkerError(f"{url} answered {answer.status}")
+        try:
+            usage = read_object(answer.body).get("usage")
+        except ValueError as error:
+            raise WorkerError(f"{url} {error}") from error
         if not isinstance(usage, dict):
-            raise ValueError("it answers without usage")
+            raise WorkerError(f"{url} answered without usage")
         return usage
 
     async def _until_promised(self, slot: int, tokens: Sequence[int]) -> int:
@@ -116,9 +132,11 @@ def _chat(model: str, nonce: str, *, tokens: int) -> dict[str, Any]:
 
 
 def _differs(usage: Mapping[str, Any], tokens: Sequence[int]) -> Parity | None:
-    counted = usage.get("prompt_tokens")
+    counted = read_number(usage.get("prompt_tokens"))
     if counted == len(tokens):
         return None
+    if counted is None:
+        return Parity(Standing.UNCHECKED, "the worker does not say how many tokens the probe chat has")
     return Parity(
         Standing.FAILED,
         f"the worker counts {counted} tokens in the probe chat and the router {len(tokens)}: "
@@ -134,6 +152,8 @@ def _judge(details: object, *, promised: int) -> Parity:
             "the worker does not report cached tokens: start vLLM with --enable-prompt-tokens-details, "
             "SGLang with --enable-cache-report",
         )
+    if cached != 0 and (cached := read_number(cached)) is None:
+        return Parity(Standing.FAILED, "the worker reports cached tokens, but not as a number")
     if promised == cached and promised:
         return Parity(Standing.PASSED)
     if not cached:

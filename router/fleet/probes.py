@@ -11,8 +11,13 @@ from typing import Final
 
 import httpx
 
+from router.fleet.asking import ask
+
 #: A worker that requests cannot be sent to is probed at most this often.
 _DOUBT_SECONDS: Final = 0.2
+#: Of an answer whose status alone counts; and how many times as long as one step of it all may take.
+_HEALTH_BYTES: Final = 64 << 10
+_STEPS: Final = 3
 
 
 class Probe(StrEnum):
@@ -38,10 +43,16 @@ class Verdict(StrEnum):
 async def probe(client: httpx.AsyncClient, url: str, *, timeout_seconds: float) -> Probe:
     """Ask for ``/health`` once."""
     try:
-        response = await client.get(url + "/health", timeout=timeout_seconds)
+        answer = await ask(
+            client,
+            url + "/health",
+            most_bytes=_HEALTH_BYTES,
+            seconds=_STEPS * timeout_seconds,
+            timeout_seconds=timeout_seconds,
+        )
     except httpx.HTTPError as error:
         return failure(error)
-    return Probe.ALIVE if response.is_success else Probe.UNWELL
+    return Probe.ALIVE if 200 <= answer.status < 300 else Probe.UNWELL
 
 
 def failure(error: BaseException) -> Probe:
@@ -59,6 +70,22 @@ def failure(error: BaseException) -> Probe:
                 return Probe.NO_TLS
         cause = cause.__cause__ or cause.__context__
     return Probe.REFUSED
+
+
+def sentence(url: str, error: Exception) -> str:
+    """What stopped a question to ``url``: one plain line."""
+    match failure(error):
+        case Probe.SILENT:
+            return f"{url} did not answer in time"
+        case Probe.UNRESOLVED:
+            return f"the name in {url} cannot be resolved"
+        case Probe.UNTRUSTED:
+            return f"the certificate of {url} is not accepted"
+        case Probe.NO_TLS:
+            return f"the TLS handshake with {url} failed; is it http?"
+    if isinstance(error, (httpx.ConnectTimeout, httpx.ConnectError)):
+        return f"nothing listens at {url}"
+    return f"{url} broke the connection: {type(error).__name__}"
 
 
 async def until_due(doubted: asyncio.Event, *, interval_seconds: float) -> None:

@@ -7,10 +7,9 @@ What the operator wrote in the ``WorkerSpec`` wins over what is asked.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,17 +18,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.core.usable import retention_of
-from router.errors import WireError, WorkerError
-from router.fleet.probes import Probe, failure
+from router.errors import WorkerError
+from router.fleet.asking import MOST_DIGITS, Answer, ask, read_number, read_object
+from router.fleet.event_sources import MOST_RANKS, sources_of
+from router.fleet.probes import sentence
 from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
-from router.wire.kv_events import EventSource, Snapshot, decode_snapshot, decode_sources
+from router.wire.kv_events import EventSource, Snapshot, decode_snapshot
 
 T = TypeVar("T")
-#: For an answer as a whole, however it trickles in.
-_ANSWER_SECONDS = 30.0
-_ENDPOINT = re.compile(r"tcp://[^/\s]+:[0-9]{1,5}")
-_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 (read, not bound)
+#: A tokenizer's file has tens of megabytes; a picture of a rank as many as its cache has tokens, times five.
+_MOST_FILE_BYTES: Final = 256 << 20
+_MOST_SNAPSHOT_BYTES: Final = 2 << 30
+#: Who asks for a snapshot has a bound of their own.
+_SNAPSHOT_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,10 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
     families = _families(metrics or "")
     engine = Engine(spec.engine) if spec.engine else _engine(sources, server)
     cache = _labels(families, "vllm:cache_config_info")
-    event_sources = _sources(spec, sources, server)
+    event_sources = sources_of(spec, sources, server)
     dp_size = spec.dp_size or _dp_size(sources, server, families)
+    if dp_size > MOST_RANKS:
+        raise WorkerError(f"{spec.url} says that it has {dp_size} ranks; {MOST_RANKS} is the most")
     by_rank = {source.rank: source for source in event_sources}
     block_tokens = next((source.block_tokens for source in event_sources if source.block_tokens), None)
     return WorkerInfo(
@@ -120,17 +124,17 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
         dp_size=dp_size,
         sources=tuple(by_rank.get(rank) for rank in range(dp_size)),
         block_tokens=block_tokens
-        or _number(cache.get("prefix_match_unit"))
-        or _number(cache.get("block_size"))
-        or _number((server or {}).get("page_size")),
+        or read_number(cache.get("prefix_match_unit"))
+        or read_number(cache.get("block_size"))
+        or read_number((server or {}).get("page_size")),
         pool_tokens=_pool_tokens(cache, server, engine=engine, dp_size=dp_size),
         pool_blocks=_pool_blocks(cache, dp_size=dp_size) if engine is Engine.VLLM else None,
-        prefill_chunk_tokens=_number((server or {}).get("chunked_prefill_size")),
+        prefill_chunk_tokens=read_number((server or {}).get("chunked_prefill_size")),
         max_running_requests=_max_running(server),
         retention_tokens=retention_of(cache.get("prefix_cache_retention_interval")),
         identity=_identity(event_sources, families),
         part=_part(spec, server or {}, engine=engine),
-        bootstrap_port=spec.bootstrap_port or _number((server or {}).get("disaggregation_bootstrap_port")),
+        bootstrap_port=spec.bootstrap_port or read_number((server or {}).get("disaggregation_bootstrap_port")),
         cards={str(card["id"]): card for card in _cards(models)},
     )
 
@@ -138,66 +142,57 @@ async def describe(client: httpx.AsyncClient, spec: WorkerSpec) -> WorkerInfo:
 async def fetch_tokenizer(client: httpx.AsyncClient, url: str) -> tuple[bytes, dict[str, Any]] | None:
     """The worker's ``tokenizer.json`` and tokenizer configuration; None where it offers none."""
     try:
-        response = await client.get(url + "/tokenizer.json")
-        if response.status_code != httpx.codes.OK:
-            return None
-        config = await _optional(_get_json, client, url + "/tokenizer_info")
-    except (httpx.HTTPError, httpx.InvalidURL):
+        answer = await ask(client, url + "/tokenizer.json", most_bytes=_MOST_FILE_BYTES)
+    except httpx.HTTPError:
         return None
-    return response.content, dict(config or {})
+    if not answer.is_ok or not answer.is_whole:
+        return None
+    config = await _optional(_get_json, client, url + "/tokenizer_info")
+    return answer.body, dict(config or {})
 
 
 async def fetch_snapshot(client: httpx.AsyncClient, url: str, path: str) -> Snapshot:
     """A shim's picture of one rank. Raises ``WorkerError``, ``WireError``."""
-    try:
-        response = await client.get(url + path)
-    except httpx.HTTPError as error:
-        raise WorkerError(_sentence(url + path, error)) from error
-    if response.status_code != httpx.codes.OK:
-        raise WorkerError(f"{url}{path} answered {response.status_code}")
-    return decode_snapshot(response.content)
+    answer = await _get(client, url + path, most_bytes=_MOST_SNAPSHOT_BYTES, seconds=_SNAPSHOT_SECONDS)
+    return decode_snapshot(answer.body)
 
 
 async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:
     """Let the worker forget its prefix cache. Raises ``WorkerError`` where it refuses."""
     path = "/flush_cache" if info.engine is Engine.SGLANG else "/reset_prefix_cache"
     try:
-        response = await client.post(info.url + path)
+        answer = await ask(client, info.url + path, method="POST")
     except httpx.HTTPError as error:
-        raise WorkerError(_sentence(info.url, error)) from error
-    if response.status_code == httpx.codes.NOT_FOUND:
+        raise WorkerError(sentence(info.url, error)) from error
+    if answer.status == httpx.codes.NOT_FOUND:
         raise WorkerError(f"{info.name} does not offer {path} (vLLM: only with VLLM_SERVER_DEV_MODE=1)")
-    if response.status_code != httpx.codes.OK or b'"success":false' in response.content.replace(b" ", b""):
+    if not answer.is_ok or b'"success":false' in answer.body.replace(b" ", b""):
         raise WorkerError(f"{info.name} did not reset its cache, as requests are running on it")
 
 
 # --- asking ---------------------------------------------------------------------------------------
 
 
-async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
+async def _get(client: httpx.AsyncClient, url: str, **bounds: Any) -> Answer:
     try:
-        # Not ``wait_for``: up to Python 3.11 that takes an answer for the end of a task cancelled in the same moment.
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            response = await client.get(url)
-    except TimeoutError as error:
-        raise WorkerError(f"{url} did not answer in time") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise WorkerError(_sentence(url, error)) from error
-    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise WorkerError(f"{url} answered {response.status_code}: it asks for a key (upstream.api_key_file)")
-    if response.status_code != httpx.codes.OK:
-        raise WorkerError(f"{url} answered {response.status_code}")
-    return response
+        answer = await ask(client, url, **bounds)
+    except httpx.HTTPError as error:
+        raise WorkerError(sentence(url, error)) from error
+    if answer.status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise WorkerError(f"{url} answered {answer.status}: it asks for a key (upstream.api_key_file)")
+    if not answer.is_ok:
+        raise WorkerError(f"{url} answered {answer.status}")
+    if not answer.is_whole:
+        raise WorkerError(f"{url} answered with more than {len(answer.body) >> 20} MiB")
+    return answer
 
 
 async def _get_json(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
+    answer = await _get(client, url)
     try:
-        body = (await _get(client, url)).json()
-    except (ValueError, RecursionError) as error:
-        raise WorkerError(f"{url} did not answer with JSON") from error
-    if not isinstance(body, dict):
-        raise WorkerError(f"{url} answered with JSON that is no object")
-    return body
+        return read_object(answer.body)
+    except ValueError as error:
+        raise WorkerError(f"{url} {error}") from error
 
 
 async def _get_text(client: httpx.AsyncClient, url: str) -> str:
@@ -211,21 +206,6 @@ async def _optional(
         return await get(client, url)
     except WorkerError:
         return None
-
-
-def _sentence(url: str, error: Exception) -> str:
-    match failure(error):
-        case Probe.SILENT:
-            return f"{url} did not answer in time"
-        case Probe.UNRESOLVED:
-            return f"the name in {url} cannot be resolved"
-        case Probe.UNTRUSTED:
-            return f"the certificate of {url} is not accepted"
-        case Probe.NO_TLS:
-            return f"the TLS handshake with {url} failed; is it http?"
-    if isinstance(error, (httpx.ConnectTimeout, httpx.ConnectError)):
-        return f"nothing listens at {url}"
-    return f"{url} broke the connection: {type(error).__name__}"
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -246,7 +226,7 @@ def _cards(models: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _max_context(models: Mapping[str, Any]) -> int | None:
-    return next((_number(card.get("max_model_len")) for card in _cards(models)), None)
+    return next((read_number(card.get("max_model_len")) for card in _cards(models)), None)
 
 
 def _engine(sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None) -> Engine:
@@ -273,77 +253,12 @@ def _part(spec: WorkerSpec, server: Mapping[str, Any], *, engine: Engine) -> Par
     return Part(role, handover, is_self_sufficient=False, keeps_cache=keeps_cache)
 
 
-def _sources(
-    spec: WorkerSpec, sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None
-) -> tuple[EventSource, ...]:
-    host = urlsplit(spec.url).hostname or ""
-    asked: Sequence[EventSource] = ()
-    try:
-        if sources:
-            asked = decode_sources(sources)
-        elif server and isinstance(server.get("kv_events"), dict):
-            asked = _sglang_sources(server["kv_events"])
-    except (WireError, KeyError, TypeError, ValueError) as error:
-        raise WorkerError(f"{spec.url} describes its cache events in a way that is not understood: {error}") from error
-    if spec.kv_events is not None:
-        told = {source.rank: source for source in asked}
-        count = spec.dp_size or max(len(told), 1)
-        asked = [
-            replace(
-                told.get(rank, EventSource(rank=rank, endpoint="")),
-                endpoint=_port_up(spec.kv_events, rank),
-                replay_endpoint=_port_up(spec.kv_replay, rank) if spec.kv_replay else None,
-            )
-            for rank in range(count)
-        ]
-    return tuple(
-        replace(
-            source,
-            endpoint=_reachable(source.endpoint, host),
-            replay_endpoint=_reachable(source.replay_endpoint, host) if source.replay_endpoint else None,
-        )
-        for source in asked
-        if _ENDPOINT.fullmatch(source.endpoint)  # others (inproc, ipc) cannot be reached from here
-    )
-
-
-def _sglang_sources(events: Mapping[str, Any]) -> Sequence[EventSource]:
-    if events.get("publisher") != "zmq":
-        return ()
-    host, base = events["endpoint_host"], int(events["endpoint_port_base"])
-    replay_base = events.get("replay_endpoint_port_base")
-    return [
-        EventSource(
-            rank=rank,
-            endpoint=f"tcp://{host}:{base + rank}",
-            replay_endpoint=f"tcp://{host}:{int(replay_base) + rank}" if replay_base else None,
-            topic=events.get("topic") or "",
-            block_tokens=_number(events.get("block_size")),
-        )
-        for rank in range(_number(events.get("dp_size")) or 1)
-    ]
-
-
-def _reachable(endpoint: str, host: str) -> str:
-    """A publisher that listens everywhere is reached at the worker's own host."""
-    shown = f"[{host}]" if ":" in host else host
-    for wildcard in _WILDCARDS:
-        if endpoint.startswith(f"tcp://{wildcard}:"):
-            return f"tcp://{shown}:{endpoint.rsplit(':', 1)[1]}"
-    return endpoint
-
-
-def _port_up(endpoint: str, rank: int) -> str:
-    base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}"
-
-
 def _dp_size(
     sources: Mapping[str, Any] | None, server: Mapping[str, Any] | None, families: Mapping[str, Metric]
 ) -> int:
     if sources:
         return len(sources)
-    if server and (size := _number(server.get("dp_size"))):
+    if server and (size := read_number(server.get("dp_size"))):
         return size
     running = families.get("vllm:num_requests_running")
     engines = {sample.labels.get("engine") for sample in running.samples} if running else set()
@@ -354,25 +269,25 @@ def _pool_tokens(
     cache: Mapping[str, str], server: Mapping[str, Any] | None, *, engine: Engine, dp_size: int
 ) -> int | None:
     """Tokens one rank's cache holds."""
-    if size := _number(cache.get("kv_cache_size_tokens")):
+    if size := read_number(cache.get("kv_cache_size_tokens")):
         return size
-    blocks, block_tokens = _number(cache.get("num_gpu_blocks")), _number(cache.get("block_size"))
+    blocks, block_tokens = read_number(cache.get("num_gpu_blocks")), read_number(cache.get("block_size"))
     if blocks and block_tokens:
         ranks = dp_size if engine is Engine.VLLM else 1  # vLLM counts the blocks of all its ranks together
         return blocks * block_tokens // ranks
-    return _number((server or {}).get("max_total_num_tokens"))
+    return read_number((server or {}).get("max_total_num_tokens"))
 
 
 def _max_running(server: Mapping[str, Any] | None) -> int | None:
     """How many requests one rank of SGLang runs at once, as it says of its schedulers."""
     states = (server or {}).get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
-    return _number(state.get("effective_max_running_requests_per_dp"))
+    return read_number(state.get("effective_max_running_requests_per_dp"))
 
 
 def _pool_blocks(cache: Mapping[str, str], *, dp_size: int) -> int | None:
     """Blocks of one rank of vLLM, by the labels of ``vllm:cache_config_info``, one of which stands for no block."""
-    blocks = _number(cache.get("num_gpu_blocks"))
+    blocks = read_number(cache.get("num_gpu_blocks"))
     return blocks // dp_size - 1 if blocks else None
 
 
@@ -393,11 +308,5 @@ def _families(text: str) -> Mapping[str, Metric]:
 
 def _labels(families: Mapping[str, Metric], name: str) -> Mapping[str, str]:
     family = families.get(name) or families.get(name.removesuffix("_info"))
-    return family.samples[0].labels if family and family.samples else {}
-
-
-def _number(value: object) -> int | None:
-    """A positive integer, however it was written; None for anything else."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    labels = family.samples[0].labels if family and family.samples else {}
+    return {name: value for name, value in labels.items() if len(value) <= MOST_DIGITS}

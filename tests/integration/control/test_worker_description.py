@@ -15,7 +15,7 @@ import pytest
 
 from router.core.types import WHOLE, Engine, Handover, Part, WorkerRole
 from router.errors import WorkerError
-from router.fleet import worker_api
+from router.fleet import asking
 from router.fleet.probes import Probe, probe
 from router.fleet.worker_api import describe, fetch_tokenizer, reset_cache
 from router.settings import WorkerSpec
@@ -176,7 +176,7 @@ async def test_an_answer_that_never_ends_is_told_in_a_sentence(monkeypatch: pyte
         writer.close()
         is_over.set()
 
-    monkeypatch.setattr(worker_api, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 0.2)
     server = await asyncio.start_server(trickle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with httpx.AsyncClient(timeout=5.0) as client:
