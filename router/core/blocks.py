@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, repeat
 
 from router.core.adoption import Adopted
@@ -68,7 +69,8 @@ class Blocks:
         retention_tokens: int | None = None,
     ) -> None:
         """Know a rank. Ranks of one ``domain`` name equal blocks equally (same engine, same hash settings)."""
-        names = Names(self._names.setdefault(domain, NameTable()))
+        table = self._names.setdefault(domain, NameTable())
+        names = Names(table, partial(self._has_place, slot), partial(self._has_key, slot))
         self._ranks[slot] = RankState(
             1 << slot, names, geometry or Geometry(), self._chains_of(1), given=pool, retention_tokens=retention_tokens
         )
@@ -297,6 +299,15 @@ class Blocks:
     def _is_held(self, place: int) -> bool:
         """Whether any rank holds a block, on whatever tier and in whatever group."""
         return self._runs.is_held(place) or ((key := self._runs.key(place)) is not None and self._is_sparse(key))
+
+    def _has_place(self, slot: int, place: int) -> bool:
+        """Whether a rank holds a block, on whatever tier and in whatever group."""
+        key = self._runs.key(place)
+        return key is not None and (self._runs.has(slot, place) or self._has_key(slot, key))
+
+    def _has_key(self, slot: int, key: int) -> bool:
+        """Whether a sparse group of a rank holds a block."""
+        return any(table.masks.get(key, 0) >> slot & 1 for table in self._sparse.values())
 
     def _sparse_end(self, keys: Sequence[int]) -> int:
         """How many of these blocks there are up to the last that a sparse group holds."""

@@ -20,7 +20,7 @@ from router.core.holders import Holdings, joint_cuts
 from router.core.runs import RUN_BLOCKS, Run, Runs
 from router.wire.kv_events import GPU
 
-_FEW_RUNS = 1024
+_FEW_RUNS = 256
 #: So many runs get another turn before one is forgotten all the same.
 _MOST_TURNS = 256
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 #: Of things that a slot began to hold so many are noted before it is looked at which of them it still holds.
-_FEW = 1024
+_FEW = 256
 _T = TypeVar("_T")
 
 

@@ -90,9 +90,15 @@ class NameTable:
 
 @dataclass(slots=True)
 class Names:
-    """The names of one rank: ``common`` ones, and before them its ``own``, if it has any."""
+    """The names of one rank: ``common`` ones, and before them its ``own``, if it has any.
+
+    Beside its own, common names stand for what the rank learned by them before, which it must still hold: ``has_place``
+    and ``has_key`` say whether it does.
+    """
 
     common: NameTable
+    has_place: Callable[[int], bool]
+    has_key: Callable[[int], bool]
     own: NameTable | None = None
 
     @property
@@ -112,7 +118,7 @@ class Names:
 
     def place(self, name: EngineHash) -> int | None:
         """The place that a name stands for, that learned last if there are several."""
-        return self._of(name).places.get(name)
+        return self._stands_in(name).places.get(name)
 
     def places(self, names: Sequence[EngineHash]) -> list[int]:
         """The places of those names that have one."""
@@ -121,19 +127,21 @@ class Names:
 
     def all_places(self, name: EngineHash) -> Sequence[int]:
         """The places a name stands for."""
-        return self._of(name).all_places(name)
+        return self._stands_in(name).all_places(name)
 
     def stray(self, name: EngineHash) -> int | None:
         """The key that a name without a place stands for."""
-        return self._of(name).strays.get(name)
+        return self._stands_in(name).strays.get(name)
 
     def strays(self) -> Mapping[EngineHash, int]:
         """All names that stand for keys."""
         return self.common.strays if self.own is None else {**self.common.strays, **self.own.strays}
 
-    def drop_stray(self, name: EngineHash) -> None:
-        """No sparse group holds the block any more."""
-        self._of(name).strays.pop(name, None)
+    def drop_stray(self, name: EngineHash, key: int) -> None:
+        """No sparse group holds the block of a key any more."""
+        table = self._of(name)
+        if table.strays.get(name) == key:
+            del table.strays[name]
 
     def forget(self, name: EngineHash, place: int) -> None:
         """Nobody holds the block at a place any more."""
@@ -142,6 +150,15 @@ class Names:
     def _of(self, name: EngineHash) -> NameTable:
         own = self.own
         return own if own is not None and (name in own.places or name in own.strays) else self.common
+
+    def _stands_in(self, name: EngineHash) -> NameTable:
+        """The table that a name stands for something in: its own, if it does in none."""
+        table, own = self._of(name), self.own
+        if own is None or table is own:
+            return table
+        place, stray = table.places.get(name), table.strays.get(name)
+        is_its = self.has_place(place) if place is not None else stray is not None and self.has_key(stray)
+        return table if is_its else own
 
     def in_chain_order(self, names: Sequence[EngineHash], runs: Runs) -> Sequence[EngineHash]:
         """What SGLang removes at once, each block after the one it is behind. It names whole nodes, each from its

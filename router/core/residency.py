@@ -276,7 +276,7 @@ class Residency(Groups):
 
     def _forget_sparse(self, rank: RankState, name: EngineHash, key: int) -> None:
         """No sparse group holds a block any more: its name goes, unless dense ones do."""
-        rank.names.drop_stray(name)
+        rank.names.drop_stray(name, key)
         for place in rank.names.all_places(name):
             if self._runs.key(place) == key and not self._runs.is_held(place):
                 rank.names.forget(name, place)

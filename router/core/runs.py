@@ -82,6 +82,11 @@ class Runs:
         holders = None if run is None else run.on(tier)
         return holders is not None and holders.holds(slot, at)
 
+    def has(self, slot: int, place: int) -> bool:
+        """The same, on whatever tier."""
+        run, at = self.at(place)
+        return run is not None and any(holders.holds(slot, at) for holders in run.all_holders())
+
     def follows(self, place: int, before: int) -> bool:
         """Whether a block is the one right behind another."""
         run, at = self.at(place)

@@ -188,4 +188,4 @@ def test_what_was_asked_for_once_goes_in_its_turn() -> None:
     for number in range(2, 5000):
         index.apply(0, stored(number))
     assert [found(index, number) for number in (1, 4890, 4999)] == [{}, {}, {0: 2}]
-    assert len(index._chains[1]._turns) <= 2 * 100 + 1024
+    assert len(index._chains[1]._turns) <= 2 * 100 + 256

@@ -61,6 +61,28 @@ def test_a_rank_that_gives_names_another_meaning_hurts_nobody_else(index: Prefix
     assert [reusable(index, text) for text in texts] == [{0: 2}, {1: 1}]
 
 
+def test_a_rank_with_names_of_its_own_means_nothing_by_those_of_others(index: PrefixIndex) -> None:
+    """What rank 1 calls 3 nobody has heard of, or it is gone: it is not what rank 0 calls so."""
+    store(index, 0, (1, 2, 3), "aab")
+    store(index, 1, (1, 2), "cc")
+    store(index, 1, (9,), "x", parent=3)
+    assert reusable(index, "aabx") == {0: 3}
+    index.apply(1, BlockRemoved((3, 9)))
+    assert [reusable(index, text) for text in ("aab", "cc")] == [{0: 3}, {1: 2}]
+
+
+def test_a_rank_with_names_of_its_own_keeps_those_from_before(index: PrefixIndex) -> None:
+    """What it stored before its names were found to be others goes on, and goes, by the same name."""
+    store(index, 1, (5,), "z")
+    store(index, 0, (1, 2), "aa")
+    store(index, 1, (1, 2), "cc")
+    store(index, 1, (6,), "y", parent=5)
+    assert reusable(index, "zy") == {1: 2}
+    index.apply(1, BlockRemoved((6, 5)))
+    assert [reusable(index, text) for text in ("zy", "cc")] == [{}, {1: 2}]
+    assert names_held(index) == 4
+
+
 def test_what_was_taken_over_has_the_name_that_another_rank_tells(index: PrefixIndex) -> None:
     """Rank 0 reused six blocks that it had not told of; rank 1 tells of them. Rank 0 goes on behind the last by that
     name, and takes all away by these names."""
