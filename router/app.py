@@ -30,6 +30,7 @@ from router.core.types import RankStatus
 from router.core.usable import Geometry
 from router.core.ways import can_spare
 from router.errors import ConfigError
+from router.fleet.chores import do_chores
 from router.fleet.decisions import DecisionLog
 from router.fleet.fleet import Fleet
 from router.fleet.registry import Registry
@@ -228,6 +229,7 @@ class Router:
             sharing = tasks.create_task(self._shared.run(self._fleet, self._registry)) if self._shared else None
             admin = tasks.create_task(self._admin.serve(sockets=[self._admin_socket]))
             reloading = tasks.create_task(self._reload_on_hangup(signals))
+            chores = tasks.create_task(do_chores(self._fleet.let_go, log=self._log))
             self._announce()  # both doors are bound: who comes now waits, but is not refused
             await signals.stop.wait()
             await self._drain(signals)
@@ -235,6 +237,7 @@ class Router:
             await admin
             watching.cancel()
             reloading.cancel()
+            chores.cancel()
             if sharing is not None:
                 sharing.cancel()
         if self._tracing is not None:

@@ -199,6 +199,10 @@ class Fleet:
         """The indexes whose ranks serve a model: one a block size."""
         return self._indexes.serving(model)
 
+    def let_go(self) -> bool:
+        """Go on with what the indexes are to let go of. False: nothing is left to do."""
+        return self._indexes.let_go()
+
     # --- other replicas -----------------------------------------------------------------------------
 
     def home(

@@ -52,6 +52,11 @@ class Indexes:
             self.budget.leave(index)
             self._evicted_before += index.evicted_blocks
 
+    def let_go(self) -> bool:
+        """Let go of a slice of what is to go. False: nothing is left."""
+        self.tidy()
+        return any(index.tidy() for index in self._by_key.values()) or bool(self._left)
+
     def blocks(self) -> int:
         """Distinct blocks of dense groups."""
         return sum(map(len, self._by_key.values()))
