@@ -58,7 +58,7 @@ class RouterBrain(Models):
             if settings.admission == "guarded"
             else None
         )
-        self._promises = Promises(fleet, special_ids=self.special_ids)
+        self._promises = Promises(fleet, tokenizers=self)
         self._lengths = OutputLengths()
         self._leases = Leases(fleet, metrics, self._promises, self._holding, self.decisions, lengths=self._lengths)
 

@@ -202,10 +202,10 @@ class Forwarding:
         self._excluded |= {attempt.decision.slot}
         if connection is not None:
             self._forwarder.pool.give_back(connection)
-        usage = self._relay.usage if self._relay is not None else None
+        usage, ids, words = (None, (), None) if (relay := self._relay) is None else relay.said()
         if usage is not None and self._exchange.trace is not None:
             self._exchange.trace.used(usage)
-        attempt.lease.close(outcome, usage)
+        attempt.lease.close(outcome, usage, output=ids, first_words=words)
         self._forwarder.instruments.attempt(attempt.decision.id, outcome)
 
     # --- called by the connection ---------------------------------------------------------------
@@ -286,7 +286,9 @@ class Forwarding:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
-        relay = Relay(client, exchange.endpoint, is_stream=is_stream(head), says_end=head.ends_with_connection)
+        on_ids = attempt.lease.generated if self._outbound.inference.wants_ids else None
+        is_streamed, says_end = is_stream(head), head.ends_with_connection
+        relay = Relay(client, exchange.endpoint, is_stream=is_streamed, says_end=says_end, on_ids=on_ids)
         self._is_open_ended = relay.is_stream and (exchange.is_held_open or not head.has_length)
         exchange.status = head.status
         if exchange.trace is not None:

@@ -141,7 +141,24 @@ class Leases:
         if generated is not None:
             self._promises.grows(lease.allocation, generated)
 
-    def close(self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int]) -> None:
+    def generated(self, lease: Lease, ids: Sequence[int]) -> None:
+        """An answer that tells its ids has come so far."""
+        member, prepared = lease.member, lease.prepared
+        known = lease.answer_keys
+        if known is None and member.index is not None:
+            known = prepared.keys(member.index.block_tokens)
+        if known is not None and (filled := self._promises.generated(member, prepared, ids, known=known)):
+            promise, lease.answer_keys = filled
+            lease.promises.append(promise)
+
+    def close(
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        usage: Usage | None,
+        output: Sequence[int],
+        first_words: Callable[[], str] | None,
+    ) -> None:
         now, fleet, member, prepared = self.clock(), self._fleet, lease.member, lease.prepared
         is_prefill = member.is_prefill
         fleet.loads.close(lease.claim, now=now)
@@ -163,7 +180,7 @@ class Leases:
                 if shared is not None and shared.rank == member.id:  # else it has moved on meanwhile
                     self._tell_home(prepared, member)
         if prepared.tokens is not None:
-            self._settle(lease, outcome, usage, output, now=now)
+            self._settle(lease, outcome, usage, output, first_words, now=now)
         if usage is not None:
             self._read(lease, outcome, usage)
         if lease.noted is not None and not is_prefill and prepared.decided is not None:
@@ -181,18 +198,29 @@ class Leases:
             )
 
     def _settle(
-        self, lease: Lease, outcome: Outcome, usage: Usage | None, output: Sequence[int], *, now: float
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        usage: Usage | None,
+        output: Sequence[int],
+        first_words: Callable[[], str] | None,
+        *,
+        now: float,
     ) -> None:
         """What was promised of the rank's cache comes true, or is taken back."""
         member, prepared = lease.member, lease.prepared
         if outcome not in _LEAVES_CONTEXT:
             self._promises.take_back(lease.promises, lease.allocation)
             return
+        if usage is not None and len(output) != usage.completion_tokens:
+            output = ()  # not all ids were told
         computed = computed_of(output, is_cut=outcome in BROKEN_OFF_HERE)
         if promise := self._promises.output(member, prepared, computed):
             lease.promises.append(promise)
         elif usage is not None and not member.is_prefill:
-            self._promises.answered(member, prepared, output_tokens=usage.completion_tokens, now=now)
+            self._promises.answered(
+                member, prepared, output_tokens=usage.completion_tokens, first_words=first_words, now=now
+            )
         self._promises.keep(lease.promises, now=now)
         self._promises.leave(lease.allocation, member, prepared, computed, now=now)
 
@@ -236,6 +264,7 @@ class Lease:
         "_leases",
         "_open",
         "allocation",
+        "answer_keys",
         "binding",
         "claim",
         "decision",
@@ -266,6 +295,8 @@ class Lease:
         self.noted: Attempted | None = None
         self.visit: Visit | None = None
         self.promises: list[Promise] = []
+        #: Of the blocks that prompt and answer fill, once the answer tells.
+        self.answer_keys: Sequence[int] | None = None
         self.allocation: AnyAllocation | None = None
         self.is_loading = False
 
@@ -285,8 +316,21 @@ class Lease:
         """Slots of the same worker."""
         return self._leases.beside(self.member)
 
-    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
-        """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known."""
+    def generated(self, ids: Sequence[int]) -> None:
+        """Ids of the answer's tokens as far as they have come."""
+        self._leases.generated(self, ids)
+
+    def close(
+        self,
+        outcome: Outcome,
+        usage: Usage | None,
+        *,
+        output: Sequence[int] = (),
+        first_words: Callable[[], str] | None = None,
+    ) -> None:
+        """The attempt is over; once. ``output`` are the ids of the tokens it brought, where they are known, and
+        ``first_words`` the text that they begin with.
+        """
         if self._open:
             self._open = False
-            self._leases.close(self, outcome, usage, output)
+            self._leases.close(self, outcome, usage, output, first_words)

@@ -166,6 +166,11 @@ class Models:
         tokenizer = self._tokenizers.get(model)
         return frozenset() if tokenizer is None else frozenset(tokenizer.special_ids)
 
+    def text_of(self, model: str, ids: Sequence[int]) -> str:
+        """The text that tokens stand for; empty without a tokenizer."""
+        tokenizer = self._tokenizers.get(model)
+        return "" if tokenizer is None else tokenizer.decode(ids)
+
     def tokenizes(self, model: str) -> bool:
         """Whether prompts of this model may be keyed by tokens."""
         return self._workers is not None or model in self._tokenizers

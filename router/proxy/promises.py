@@ -6,9 +6,11 @@ first byte), an answer's when its tokens are known; promises outlive their reque
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from router.core.chunked_prefill import found_behind
 from router.core.index import PrefixIndex
@@ -30,23 +32,44 @@ PROVISIONAL_SECONDS = 2.0
 Promise = tuple[PrefixIndex, Ticket]
 
 
+#: So many tokens of a text tell whether it is the answer.
+_WORDS_TOKENS = 16
+
+
+class Tokenizers(Protocol):
+    """What is known of models' tokens."""
+
+    def special_ids(self, model: str) -> frozenset[int]:
+        """Ids of the special tokens that a chat template may set between messages."""
+
+    def text_of(self, model: str, ids: Sequence[int]) -> str:
+        """The text that tokens stand for; empty where that is not known."""
+
+
 class _Answered:
-    """A request that has just ended, of whose answer only the length is known."""
+    """A request that has just ended, of whose answer the length is known, and perhaps how its text begins."""
 
-    __slots__ = ("member", "output_tokens", "prepared")
+    __slots__ = ("first_words", "member", "output_tokens", "prepared")
 
-    def __init__(self, member: Member, prepared: PreparedRequest, output_tokens: int) -> None:
+    def __init__(
+        self,
+        member: Member,
+        prepared: PreparedRequest,
+        output_tokens: int,
+        first_words: Callable[[], str] | None,
+    ) -> None:
         self.member = member
         self.prepared = prepared
         self.output_tokens = output_tokens
+        self.first_words = first_words
 
 
 class Promises:
     """Makes promises in the indexes, and takes each back in time."""
 
-    def __init__(self, fleet: Fleet, *, special_ids: Callable[[str], frozenset[int]]) -> None:
+    def __init__(self, fleet: Fleet, *, tokenizers: Tokenizers) -> None:
         self._fleet = fleet
-        self._special_ids = special_ids
+        self._tokenizers = tokenizers
         self._expiring: deque[tuple[float, Callable[[], object]]] = deque()
         self._answered: dict[tuple[str, SessionKey], _Answered] = {}
 
@@ -121,6 +144,31 @@ class Promises:
         start = prepared.prompt_tokens // index.block_tokens
         return index, index.promise_more(member.slot, keys, start=start)
 
+    def generated(
+        self, member: Member, prepared: PreparedRequest, ids: Sequence[int], *, known: Sequence[int]
+    ) -> tuple[Promise, Sequence[int]] | None:
+        """The blocks that an answer has filled since all that are ``known``, which are those of its prompt and behind
+        it; and all now. None while it fills no other, or its rank keeps no answer before it has ended.
+        """
+        index = member.index
+        if (
+            index is None
+            or prepared.tokens is None
+            or member.target.engine is not Engine.VLLM
+            or not self._fleet.knows(member)
+        ):
+            return None
+        unit, start = index.block_tokens, len(known)
+        first = start * unit - prepared.prompt_tokens
+        filled = (prepared.prompt_tokens + len(ids) - 1) // unit  # behind the last token nothing was made
+        if filled <= start:
+            return None
+        new = array("I", ids[max(0, first) : filled * unit - prepared.prompt_tokens])
+        rest = prepared.tokens[start * unit :] + new
+        seed = known[-1] if known else prepared.seed
+        keys = (*known, *block_keys(rest, block_tokens=unit, parent=seed))
+        return (index, index.promise_more(member.slot, keys, start=start)), keys
+
     @staticmethod
     def reused(member: Member, prepared: PreparedRequest, *, tokens: int) -> None:
         """The engine has found so much of a prompt, which is news where the picture of the rank has gaps."""
@@ -128,18 +176,26 @@ class Promises:
         if index is not None and prepared.tokens is not None and index.has_gaps(member.slot):
             index.reused(member.slot, prepared.keys(index.block_tokens), tokens=tokens)
 
-    def answered(self, member: Member, prepared: PreparedRequest, *, output_tokens: int, now: float) -> None:
+    def answered(
+        self,
+        member: Member,
+        prepared: PreparedRequest,
+        *,
+        output_tokens: int,
+        first_words: Callable[[], str] | None,
+        now: float,
+    ) -> None:
         """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""
         if prepared.session is not None and prepared.tokens is not None:
             key = (prepared.model, prepared.session)
-            self._answered[key] = _Answered(member, prepared, output_tokens)
+            self._answered[key] = _Answered(member, prepared, output_tokens, first_words)
             self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._answered.pop, key, None)))
 
     def recall(self, prepared: PreparedRequest, *, now: float) -> None:
         """What the session's last answer left behind, if this prompt brings it back whole.
 
         The prompt has the answer's text: where the template's next special token stands just behind as many tokens as
-        the answer had, they are the answer's.
+        the answer had, and they begin with its first words, they are the answer's.
         """
         answered = self._answered.pop((prepared.model, prepared.session), None) if prepared.session else None
         if answered is None or prepared.tokens is None:
@@ -149,11 +205,22 @@ class Promises:
         if before.seed != prepared.seed or before.tokens != prepared.tokens[:start]:
             return
         rest = prepared.tokens[start : start + count + 1]
-        special = self._special_ids(prepared.model)
+        special = self._tokenizers.special_ids(prepared.model)
         length = next((place for place, token in enumerate(rest) if token in special), None)
-        computed = computed_of(rest[:count], is_cut=False)
-        if length in (count - 1, count) and (promise := self.output(answered.member, before, computed)):
+        if length not in (count - 1, count) or not self._begins_as(answered, rest[:length]):
+            return
+        if promise := self.output(answered.member, before, computed_of(rest[:count], is_cut=False)):
             self.keep([promise], now=now)
+
+    def _begins_as(self, answered: _Answered, ids: Sequence[int]) -> bool:
+        """Whether a text may be the answer's: it begins like it, as far as both are known."""
+        said = answered.first_words().lstrip() if answered.first_words is not None else ""
+        if not said:
+            return True
+        # The last of so few tokens may end inside a character.
+        text = self._tokenizers.text_of(answered.prepared.model, ids[:_WORDS_TOKENS]).lstrip().rstrip("\ufffd")
+        known = min(len(said), len(text))
+        return said[:known] == text[:known]
 
     def keep(self, promises: Iterable[Promise], *, now: float) -> None:
         """The request is over and its blocks are there: count them until events must have come."""

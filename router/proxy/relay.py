@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from router.errors import RequestError
 from router.proxy.server import ClientConnection
 from router.wire.openai import Endpoint, error_event
-from router.wire.taps import BodyTap, StreamTap
+from router.wire.taps import BodyTap, StreamTap, ToldIds
 from router.wire.usage import Usage
 
 
@@ -14,13 +16,21 @@ class Relay:
 
     __slots__ = ("_client", "_endpoint", "_feed", "_tap", "_write", "began_seconds", "is_stream", "says_end")
 
-    def __init__(self, client: ClientConnection, endpoint: Endpoint, *, is_stream: bool, says_end: bool) -> None:
+    def __init__(
+        self,
+        client: ClientConnection,
+        endpoint: Endpoint,
+        *,
+        is_stream: bool,
+        says_end: bool,
+        on_ids: ToldIds | None = None,
+    ) -> None:
         """``endpoint`` says in whose shape an error is told; ``says_end``: nothing but a last event tells that a stream
-        is whole.
+        is whole; ``on_ids``: see ``StreamTap``, given where the answer has them.
         """
         self.is_stream = is_stream
         self.says_end = says_end
-        tap = StreamTap() if is_stream else BodyTap()
+        tap = StreamTap(on_ids) if is_stream else BodyTap(reads_ids=on_ids is not None)
         self._client = client
         self._endpoint = endpoint
         self._tap: StreamTap | BodyTap = tap
@@ -55,10 +65,11 @@ class Relay:
         self._write(separator + error_event(error, self._endpoint, number=self._tap.events))
         self._client.end()
 
-    @property
-    def usage(self) -> Usage | None:
-        """What the worker reported, as far as it has come."""
-        return self._tap.usage
+    def said(self) -> tuple[Usage | None, Sequence[int], Callable[[], str]]:
+        """What the worker reported, as far as it has come: usage, the ids of its tokens where they are told, and who
+        tells the text that it began with.
+        """
+        return self._tap.usage, self._tap.ids, self._tap.first_words
 
     def generated_tokens(self) -> int:
         """Of a streamed answer, as far as it has come: engines send about one an event."""

@@ -170,6 +170,10 @@ class PromptTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that tokens stand for, but for special ones."""
+        return self._tokenizer.decode(list(ids))
+
     @classmethod
     def from_files(cls, tokenizer_json: bytes, config: Mapping[str, Any]) -> PromptTokenizer:
         """Build from a ``tokenizer.json`` and the ``tokenizer_config.json`` that stands beside it."""

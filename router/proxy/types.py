@@ -84,8 +84,20 @@ class Lease(Protocol):
     def beside(self) -> frozenset[int]:
         """Slots of the same worker, its own among them: where this one is not reached, none of them is."""
 
-    def close(self, outcome: Outcome, usage: Usage | None, *, output: Sequence[int] = ()) -> None:
-        """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known."""
+    def generated(self, ids: Sequence[int]) -> None:
+        """Ids of the answer's tokens as far as they have come, of an answer that tells them."""
+
+    def close(
+        self,
+        outcome: Outcome,
+        usage: Usage | None,
+        *,
+        output: Sequence[int] = (),
+        first_words: Callable[[], str] | None = None,
+    ) -> None:
+        """The attempt is over. Calls after the first do nothing. ``output``: ids of its tokens, where known;
+        ``first_words`` tells the text that it began with.
+        """
 
 
 class Attempt(Frozen, frozen=True):

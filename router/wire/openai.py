@@ -62,6 +62,11 @@ class InferenceRequest(Frozen, frozen=True):
     chat: Mapping[str, Any] | None = None
     prompt: Any = None
 
+    @property
+    def wants_ids(self) -> bool:
+        """Its answer is asked to have the ids of its tokens."""
+        return self.fields.get("return_token_ids") is True
+
 
 # --- requests -----------------------------------------------------------------------------------
 

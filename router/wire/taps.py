@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from router.wire import sse
+from router.wire.generated import first_words, first_words_of_stream, token_ids
 from router.wire.usage import Usage, later_usage, parse_usage
 
 #: How Responses and Anthropic's API end a stream, well or not; the others end it with ``[DONE]``.
@@ -19,15 +22,26 @@ _LAST_EVENTS: Final = (
 )
 #: How a piece begins that begins with an event: ``data``, ``event``, ``id``, ``retry``. Others may be comments.
 _FIELDS: Final = b"deir"
+#: So much of a stream is kept as its beginning: some eight of the engines' events.
+_BEGINNING_BYTES: Final = 2048
+
+#: Told the ids of an answer's tokens, as far as they have come.
+ToldIds = Callable[[Sequence[int]], None]
 
 
 class StreamTap:
-    """Reads the usage of a streamed answer in passing, and cuts the stream at event boundaries."""
+    """Reads the usage of a streamed answer in passing, and cuts the stream at event boundaries.
 
-    __slots__ = ("_cutter", "_is_between", "_last", "events", "usage")
+    With ``on_ids`` it reads the ids of the tokens, too, which is work for each event.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_beginning", "_cutter", "_is_between", "_last", "_on_ids", "events", "ids", "usage")
+
+    def __init__(self, on_ids: ToldIds | None = None) -> None:
         self._cutter = sse.EventCutter()
+        self._on_ids = on_ids
+        self._beginning = b""
+        self.ids = array("I")
         #: What comes next begins something new.
         self._is_between = True
         #: What came last and holds an event; of one too long to be held, its beginning.
@@ -57,7 +71,15 @@ class StreamTap:
             data = self._cut(data)
         if b'"usage"' in data:
             self._read(data)
+        if len(self._beginning) < _BEGINNING_BYTES:
+            self._beginning += data[:_BEGINNING_BYTES]
+        if self._on_ids is not None and b'"token_ids"' in data:
+            self._read_ids(data, self._on_ids)
         return data
+
+    def first_words(self) -> str:
+        """The text that the answer begins with; empty where it begins with none, or none has come."""
+        return first_words_of_stream(self._beginning)
 
     def _cut(self, data: bytes) -> bytes:
         """Anything: parts of events, many of them, blank lines, comments."""
@@ -91,6 +113,13 @@ class StreamTap:
             if b'"usage"' in event:
                 self.usage = later_usage(self.usage, parse_usage(sse.event_data(event)))
 
+    def _read_ids(self, whole: bytes, on_ids: ToldIds) -> None:
+        known = len(self.ids)
+        for event in sse.events(whole):
+            self.ids.extend(token_ids(sse.event_data(event)))
+        if len(self.ids) > known:
+            on_ids(self.ids)
+
 
 def _last_of(piece: bytes) -> bytes:
     """The last event in a piece; empty if there is none."""
@@ -117,16 +146,19 @@ def _ends(event: bytes, *, is_whole: bool) -> bool:
 
 
 class BodyTap:
-    """Reads the usage of an answer that is one JSON document. Passes every byte on at once."""
+    """Reads the usage of an answer that is one JSON document, and with ``reads_ids`` those of its tokens. Passes every
+    byte on at once.
+    """
 
     #: Longer answers are passed on without being read: their pieces would have to be held until the end.
     MAX_BYTES: Final = 512 * 1024
 
-    __slots__ = ("_bytes", "_pieces")
+    __slots__ = ("_bytes", "_pieces", "_reads_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_ids: bool = False) -> None:
         self._pieces: list[bytes] = []
         self._bytes = 0
+        self._reads_ids = reads_ids
 
     #: Such an answer has no events.
     events: Final = 0
@@ -146,3 +178,12 @@ class BodyTap:
     def usage(self) -> Usage | None:
         """Of what has been fed; None until the document is whole."""
         return parse_usage(b"".join(self._pieces))
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Of what has been fed."""
+        return token_ids(b"".join(self._pieces)) if self._reads_ids else ()
+
+    def first_words(self) -> str:
+        """All of its text; empty where there is none."""
+        return first_words(b"".join(self._pieces))

@@ -40,6 +40,9 @@ class FakeLease:
 
     first_bytes: int = 0
     closed: list[tuple[Outcome, Usage | None]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    heard_ids: int = 0
+    words: str | None = None
     answers: bool | None = None
     slots: frozenset[int] = frozenset()
 
@@ -55,8 +58,20 @@ class FakeLease:
     def handed(self) -> None:
         """Nothing is measured."""
 
-    def close(self, outcome: Outcome, usage: Usage | None) -> None:
+    def generated(self, ids: Sequence[int]) -> None:
+        self.heard_ids = len(ids)
+
+    def close(
+        self,
+        outcome: Outcome,
+        usage: Usage | None,
+        *,
+        output: Sequence[int] = (),
+        first_words: Callable[[], str] | None = None,
+    ) -> None:
         self.closed.append((outcome, usage))
+        self.ids = list(output)
+        self.words = None if first_words is None else first_words()
 
 
 @dataclass(frozen=True)

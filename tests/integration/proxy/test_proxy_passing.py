@@ -188,6 +188,22 @@ async def test_stream_passes_and_its_usage_is_read() -> None:
         assert it.count("homing_inter_token_seconds_count", model="m") == 1
 
 
+@pytest.mark.parametrize("asks", [True, False])
+async def test_the_ids_of_an_answer_are_read_where_the_client_asked_for_them(*, asks: bool) -> None:
+    """As they stream; how the text begins in any case."""
+    events = [
+        {"choices": [{"index": 0, "delta": {"content": word}, "token_ids": [number]}]}
+        for number, word in enumerate(("so ", "it ", "is"), 7)
+    ]
+    stream = b"".join(map(event, events)) + b"data: [DONE]\n\n"
+    script = (stream_head(), *map(chunk, (stream[:90], stream[90:], b"")))
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True, "return_token_ids": asks})
+        assert answer_.body == stream
+        (lease,) = it.brain.leases
+        assert (lease.ids, lease.heard_ids, lease.words) == ([7, 8, 9] if asks else [], 3 * asks, "so it is")
+
+
 async def test_compressed_stream_is_not_looked_into() -> None:
     """A stream in a content coding passes as it comes, without waiting for what would end an event."""
     head = stream_head().replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")

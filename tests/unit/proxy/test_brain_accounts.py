@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -266,6 +267,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ANSWER = "the house by the river stood open all day and " * 8
 
 
 @pytest.mark.parametrize(("spoken", "counts"), [(0, True), (1, True), (2, False)])
@@ -274,18 +276,40 @@ async def test_the_next_turn_tells_what_the_answer_left_behind(spoken: int, *, c
 
     ``spoken`` tokens more than the text has were reported: the end-of-turn token may be among them, others not.
     """
-    world = World(ranks=1)
-    world.brain.set_tokenizer("m", PromptTokenizer.from_files(FILES[0], {"chat_template": CHATML}))
-    answer = "the house by the river stood open all day and " * 8
-    first = [{"role": "user", "content": "go on for a while " * 10}]
-    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "and then"}]
-    length = len((await world.prepare(first)).tokens or ())
-    said = len(TOKENIZER._tokenizer.encode(answer, add_special_tokens=False).ids)
-
-    attempt = await world.ask(first, session="s")
-    attempt.lease.close(Outcome.OK, Usage(length, said + spoken, 0))
-    world.now += 0.1
-    expected = (await world.ask(second, session="s")).decision.expected_cached_tokens
+    expected, length, said = await next_turn(spoken=spoken, first_words=None)
 
     computed = length + said + spoken - 1  # the last token's own keys and values are never computed
     assert expected == (computed if counts else length) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        (ANSWER, True),
+        ("\nthe house by", True),  # what was kept of it
+        ("", True),  # a tool's call has no text
+        ("the house at the river stood open all day", False),
+        ("a", False),
+    ],
+)
+async def test_a_text_as_long_as_the_answer_is_not_the_answer_if_it_begins_otherwise(
+    words: str, *, counts: bool
+) -> None:
+    """Its tokens are in no cache."""
+    expected, length, said = await next_turn(spoken=1, first_words=lambda: words)
+
+    assert expected == (length + said if counts else length) // BLOCK * BLOCK
+
+
+async def next_turn(*, spoken: int, first_words: Callable[[], str] | None) -> tuple[int, int, int]:
+    """What is expected of a conversation's second prompt, and the tokens of its first prompt and answer."""
+    world = World(ranks=1)
+    world.brain.set_tokenizer("m", PromptTokenizer.from_files(FILES[0], {"chat_template": CHATML}))
+    first = [{"role": "user", "content": "go on for a while " * 10}]
+    second = [*first, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "and then"}]
+    length = len((await world.prepare(first)).tokens or ())
+    said = len(TOKENIZER.ids(ANSWER))
+    attempt = await world.ask(first, session="s")
+    attempt.lease.close(Outcome.OK, Usage(length, said + spoken, 0), first_words=first_words)
+    world.now += 0.1
+    return (await world.ask(second, session="s")).decision.expected_cached_tokens, length, said

@@ -10,6 +10,7 @@ from router.core.types import Engine, RankStatus, Reason
 from router.errors import NotFound, NoWorker
 from router.proxy.promises import PROVISIONAL_SECONDS
 from router.proxy.types import Outcome
+from router.wire.usage import Usage
 from tests.fakes.brain_world import FAILURES, World, prompt_of
 
 # --- promises ----------------------------------------------------------------------------------------------
@@ -239,3 +240,63 @@ async def test_a_rank_may_leave_while_it_serves() -> None:
     assert (await world.ask(prompt_of(100), "s")).decision.reason is Reason.ONLY
     assert len(world.fleet.sessions) == 1
     mine.lease.close(Outcome.OK, None)
+
+
+# --- answers -----------------------------------------------------------------------------------------------
+
+
+def of_vllm() -> World:
+    world = World(ranks=0)
+    world.add("vllm", engine=Engine.VLLM)
+    return world
+
+
+async def test_an_answer_counts_as_it_streams_where_it_tells_its_ids() -> None:
+    """100 tokens and 13 are seven blocks, once the last of them has been computed; 128 tokens are eight."""
+    world, tokens = of_vllm(), prompt_of(140)
+    attempt = await world.ask(tokens[:100])
+    attempt.lease.first_byte()
+    for told, expected in ((12, 96), (13, 112), (28, 112), (29, 128), (29, 128)):
+        attempt.lease.generated(tokens[100 : 100 + told])
+        assert await world.promised(tokens) == {0: expected}, told
+    attempt.lease.close(Outcome.OK, None, output=tokens[100:129])
+
+    assert await world.promised(tokens) == {0: 128}
+    world.now += PROVISIONAL_SECONDS + 0.1
+    (await world.ask([1])).lease.close(Outcome.CONNECT, None)
+    assert await world.promised(tokens) == {}
+
+
+async def test_an_answer_that_breaks_is_taken_back() -> None:
+    """Of what has been promised of it nothing is left."""
+    world, tokens = of_vllm(), prompt_of(140)
+    attempt = await world.ask(tokens[:100])
+    attempt.lease.first_byte()
+    attempt.lease.generated(tokens[100:130])
+    attempt.lease.close(Outcome.RESET, None)
+
+    assert await world.promised(tokens) == {}
+
+
+@pytest.mark.parametrize("engine", [Engine.SHIM, Engine.SGLANG])
+async def test_other_engines_keep_an_answer_when_it_has_ended(engine: Engine) -> None:
+    """Then it is entered whole."""
+    world, tokens = World(ranks=0), prompt_of(140)
+    world.add("w", engine=engine)
+    attempt = await world.ask(tokens[:100])
+    attempt.lease.first_byte()
+    attempt.lease.generated(tokens[100:130])
+    assert await world.promised(tokens) == {0: 96}
+    attempt.lease.close(Outcome.OK, Usage(100, 30, 0), output=tokens[100:130])
+
+    assert await world.promised(tokens) == {0: 128}
+
+
+async def test_ids_that_are_not_all_there_are_no_answer() -> None:
+    """The worker counts 30 tokens and told of 29."""
+    world, tokens = of_vllm(), prompt_of(140)
+    attempt = await world.ask(tokens[:100])
+    attempt.lease.first_byte()
+    attempt.lease.close(Outcome.OK, Usage(100, 30, 0), output=tokens[100:129])
+
+    assert await world.promised(tokens) == {0: 96}

@@ -185,3 +185,81 @@ def test_what_is_not_the_last_event(pieces: tuple[bytes, ...]) -> None:
     for piece in pieces:
         tap.feed(piece)
     assert not tap.is_done
+
+
+# --- what was generated -----------------------------------------------------------------------------
+
+
+def told(*ids: int, text: str = "a", index: int = 0) -> bytes:
+    choice = {"index": index, "delta": {"content": text}, "token_ids": list(ids)}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_ids_are_read_in_passing(size: int) -> None:
+    """However the stream is cut; those of the first choice, and told as they come."""
+    seen: list[list[int]] = []
+    tap = StreamTap(lambda ids: seen.append(list(ids)))
+    stream = (
+        b'data: {"prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {}, "token_ids": null}]}\n\n'
+        + told(5, 6)
+        + told(9, index=1)
+        + told(7)
+        + b"data: [DONE]\n\n"
+    )
+    for start in range(0, len(stream), size):
+        tap.feed(stream[start : start + size])
+
+    assert (list(tap.ids), seen[-1]) == ([5, 6, 7], [5, 6, 7])
+    assert len(seen) == (1 if size == 1000 else 2)
+
+
+def test_ids_are_not_read_where_nobody_asked() -> None:
+    """It is work for each event."""
+    tap = StreamTap()
+    tap.feed(told(5, 6))
+    assert not tap.ids
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["x"], "many", {"a": 1}, [10**400], [None]])
+def test_odd_ids_are_none(ids: object) -> None:
+    """A worker may say anything."""
+    document = json.dumps({"choices": [{"index": 0, "token_ids": ids, "delta": {}}]}).encode()
+    tap, body = StreamTap(lambda _: None), BodyTap(reads_ids=True)
+    tap.feed(b"data: " + document + b"\n\n")
+    body.feed(document)
+    assert (list(tap.ids), list(body.ids)) == ([], [])
+
+
+def test_an_answer_in_one_document_tells_ids_and_words() -> None:
+    """Of chats and of completions."""
+    for choice, words in (({"message": {"content": "so it is"}}, "so it is"), ({"text": "or not"}, "or not")):
+        tap = BodyTap(reads_ids=True)
+        tap.feed(json.dumps({"choices": [{"index": 0, "token_ids": [3, 4], **choice}]}).encode())
+        assert (list(tap.ids), tap.first_words()) == ([3, 4], words)
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (chunk(None, "") + chunk(None, "so ") + chunk(None, "it is"), "so it is"),
+        (b": held\n\n" + chunk(None, "so"), "so"),
+        (b'data: {"choices": [{"text": "so"}]}\n\ndata: {"choices": []}\n\n', "so"),
+        (b'data: {"choices": [{"delta": {"reasoning_content": "hm"}}]}\n\n', ""),
+        (b"data: [DONE]\n\ndata: 5\n\ndata: \xff\n\n", ""),
+    ],
+)
+def test_first_words(stream: bytes, words: str) -> None:
+    """The text that a stream begins with."""
+    tap = StreamTap()
+    tap.feed(stream)
+    assert tap.first_words() == words
+
+
+def test_of_a_long_stream_the_beginning_is_kept() -> None:
+    """Enough to tell whose answer it is."""
+    tap = StreamTap()
+    for number in range(1000):
+        tap.feed(chunk(None, f"{number} "))
+    assert len(tap.first_words()) >= 16
+    assert "".join(f"{number} " for number in range(1000)).startswith(tap.first_words())
