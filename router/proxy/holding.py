@@ -170,7 +170,7 @@ class Holding:
         return visit
 
     def _catch_up(self) -> float:
-        """Free the places for cold starts of prompts that should be computed by now, and fill them. Returns the time."""
+        """Free the places for cold starts of prompts that should be computed, and fill them. Returns the time."""
         now, was_freed = self._fleet.clock(), False
         while self._unheard and self._unheard[0][0] <= now:
             _, _, visit = heapq.heappop(self._unheard)

@@ -196,14 +196,14 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
     )
     for script, said in refusals:
         async with (
-            _full(script, comment_seconds=0.02, hold_seconds=1) as (world, _),
+            _full(script, comment_seconds=0.02, hold_seconds=1.5) as (world, _),  # a rank is seen within a second
             FaultWorker([script]) as other,
         ):
             client = await _held(world, 1, stream=True)
             await client.head()
             world.add_rank(other.port)
             body = b""
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(6):
                 while (piece := await client.piece()) is not None:
                     body += piece
             (error,) = _events(body)
