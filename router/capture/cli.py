@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,22 @@ from pydantic import ValidationError
 
 from router.capture.check import Report, check
 from router.capture.drive import Script, drive
-from router.capture.format import find_captures, read_capture
-from router.capture.passthrough import serve
+from router.capture.format import find_captures, find_files, read_capture
+from router.capture.passthrough import Door, open_door, serve
 from router.capture.record import Tape, following
 from router.errors import CaptureError, WorkerError
 from router.fleet.worker_api import describe
+from router.option_values import ratio, seconds, whole
 from router.plain_words import masked, what_is_allowed
 from router.settings import WorkerSpec
 
+#: Options of the load that are no counts of at least one.
+_VALUES: dict[str, Callable[[str], float]] = {
+    "aborts": ratio,
+    "salts": ratio,
+    "patience_seconds": seconds,
+    "seed": int,
+}
 _GEOMETRY = 'what no event says: {"attention_chunk_size": N, "eagle": true, "lora_modules": {"NAME": "PATH"}}'
 
 
@@ -123,17 +132,18 @@ def record_events(argv: Sequence[str]) -> int:
     )
     script = Script()
     parser.add_argument("--worker", required=True, metavar="URL", help="the worker to record")
-    parser.add_argument("--name", required=True, help="writes NAME.jsonl and NAME.requests.jsonl")
+    parser.add_argument("--name", required=True, type=_name, help="writes NAME.jsonl and NAME.requests.jsonl")
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help="where (default: here)")
+    parser.add_argument("--overwrite", action="store_true", help="write over a capture of that name")
     parser.add_argument("--kv-events", metavar="tcp://HOST:PORT", help="endpoint of rank 0 (default: asked)")
     parser.add_argument("--dp-size", type=int, metavar="N", help="ranks of the worker (default: asked)")
     parser.add_argument("--host", default="127.0.0.1", help="of the door (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8099, help="of the door (default: 8099)")
+    parser.add_argument("--port", type=whole(0, 65535), default=8099, help="of the door (default: 8099; 0: any)")
     parser.add_argument("--geometry", type=_mapping, default={}, metavar="JSON", help=_GEOMETRY)
     parser.add_argument("--drive", action="store_true", help="run the scripted load")
     for name, default in asdict(script).items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(default), default=default, help=f"of the load (default: {default})")
+        parser.add_argument(flag, type=_VALUES.get(name, whole(1)), default=default, help=_help(name, default))
     options = parser.parse_args(argv)
     script = Script(**{name: getattr(options, name) for name in asdict(script)})
     told = {"url": options.worker, "kv_events": options.kv_events, "dp_size": options.dp_size}
@@ -143,16 +153,40 @@ def record_events(argv: Sequence[str]) -> int:
         wrong = error.errors(include_url=False)[0]
         option = {"url": "--worker"}.get(name := str(wrong["loc"][0]), "--" + name.replace("_", "-"))
         parser.error(f"bad value for {option}: {masked(repr(told[name]))}; {what_is_allowed(wrong)}")
+    try:
+        return _run(options, spec, script)
+    except KeyboardInterrupt:  # during the scripted load
+        print(f"homing record-events: stopped; what was recorded is in {_shown(options)}", file=sys.stderr)
+        return 130
+
+
+def _run(options: argparse.Namespace, spec: WorkerSpec, script: Script) -> int:
     status = 0
     try:
         asyncio.run(_record(options, spec, script))
-    except* (WorkerError, OSError) as failed:
+    except* (WorkerError, CaptureError, OSError) as failed:
         first: BaseException = failed
         while isinstance(first, BaseExceptionGroup):  # what runs side by side fails for one reason
             first = first.exceptions[0]
         print(f"homing record-events: {first}", file=sys.stderr)
         status = 1
     return status
+
+
+def _shown(options: argparse.Namespace) -> str:
+    return f"{options.folder / options.name}.*"
+
+
+def _name(text: str) -> str:
+    if not text or Path(text).name != text:
+        raise argparse.ArgumentTypeError("a name is needed, without a path; --folder says where")
+    return text
+
+
+def _help(name: str, default: float) -> str:
+    if name == "patience_seconds":
+        return f"a worker that is away for longer ends the recording (default: {default:g})"
+    return f"of the load (default: {default})"
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -166,10 +200,16 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 async def _record(options: argparse.Namespace, spec: WorkerSpec, script: Script) -> None:
+    if not options.overwrite and (there := find_files(options.folder, options.name)):
+        raise CaptureError(f"{there[0]} is there already; give another --name, or --overwrite")
+    say = partial(print, file=sys.stderr, flush=True)
     patience = httpx.Timeout(20.0 if options.drive else 3600.0)
-    async with httpx.AsyncClient(timeout=patience, trust_env=False) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        listening = None if options.drive else stack.enter_context(open_door(options.host, options.port))
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=patience, trust_env=False))
         info = await describe(client, spec)
-        with Tape(options.name, options.folder) as tape:
+        tape = stack.enter_context(Tape(options.name, options.folder))
+        async with following(info, tape):
             tape.note(
                 "note",
                 text="server_info",
@@ -186,13 +226,15 @@ async def _record(options: argparse.Namespace, spec: WorkerSpec, script: Script)
                     **options.geometry,
                 },
             )
-            async with following(info, tape):
-                if options.drive:
-                    await drive(info, tape, client, script, say=partial(print, file=sys.stderr, flush=True))
-                else:
-                    print(f"send requests to http://{options.host}:{options.port}; stop with Ctrl-C", flush=True)
-                    await serve(info, tape, client, host=options.host, port=options.port)
-            print(f"{tape.frames} messages, {tape.requests} requests in {options.folder / options.name}.*")
+            if listening is None:
+                await drive(info, tape, client, script, say=say)
+            else:
+                host = f"[{options.host}]" if ":" in options.host else options.host
+                print(f"send requests to http://{host}:{listening.getsockname()[1]}; stop with Ctrl-C", flush=True)
+                await serve(Door(info, tape, client, patience_seconds=script.patience_seconds, say=say), listening)
+        print(f"{tape.frames} messages, {tape.requests} requests in {_shown(options)}")
+        if tape.requests and not tape.frames:
+            say("not one cache event came with them: were all prompts shorter than a block?")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,16 +16,18 @@ from typing import Any
 
 import httpx
 
+from router.capture.absence import Absence
 from router.capture.record import Exchange, Tape
 from router.core.types import Engine
 from router.errors import WorkerError
+from router.fleet.asking import ask, read_object
+from router.fleet.probes import sentence
 from router.fleet.worker_api import WorkerInfo
 
 _WORDS = (
     "return self import value class index default string number method result object module argument function error "
     "message encoding buffer line start count data name type path file list open find test update rename write read"
 )
-_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,9 @@ class _Driver:
         self._client = client
         self._script = script
         self._words = words
-        self._say = say
+        self._absence = Absence(info.url, client, patience_seconds=script.patience_seconds, say=say)
         self._rng = random.Random(script.seed)
         self._limit = asyncio.Semaphore(script.concurrency)
-        self._is_away = False
         self._context_tokens = info.max_context_tokens or 1024
 
     def _draw(self, tokens: int) -> list[int]:
@@ -175,7 +176,7 @@ class _Driver:
                     if is_cut and count > self._script.output_tokens // 4:
                         break
         except httpx.HTTPError:
-            await self._until_back()
+            await self._absence.until_back()
         return exchange.output
 
     def _request(
@@ -198,21 +199,6 @@ class _Driver:
         }
         return "/v1/completions", body, headers
 
-    async def _until_back(self) -> None:
-        url, patience = self._info.url, self._script.patience_seconds
-        if not self._is_away:
-            self._is_away = True
-            self._say(f"{url} does not answer; waiting for {patience:g} s at most")
-        try:
-            async with asyncio.timeout(patience):
-                while self._is_away:
-                    await asyncio.sleep(_RETRY_SECONDS)
-                    with contextlib.suppress(httpx.HTTPError):
-                        if (await self._client.get(url + "/health")).is_success:
-                            self._is_away = False
-        except TimeoutError as error:
-            raise WorkerError(f"{url} has not answered for {patience:g} s") from error
-
 
 async def _all(waiting: Iterable[Coroutine[Any, Any, object]]) -> None:
     async with asyncio.TaskGroup() as tasks:
@@ -223,8 +209,13 @@ async def _all(waiting: Iterable[Coroutine[Any, Any, object]]) -> None:
 async def _vocabulary(info: WorkerInfo, client: httpx.AsyncClient) -> list[int]:
     body = {"model": info.models[0], "prompt": _WORDS}
     try:
-        response = await client.post(info.url + "/tokenize", json=body)
-        tokens = response.raise_for_status().json()["tokens"]
-    except (httpx.HTTPError, KeyError, ValueError) as error:
-        raise WorkerError(f"{info.url}/tokenize does not answer, so no prompt can be made: {error}") from error
-    return [int(token) for token in tokens]
+        answer = await ask(client, info.url + "/tokenize", method="POST", body=body)
+    except httpx.HTTPError as error:
+        raise WorkerError(f"no prompt can be made: {sentence(info.url + '/tokenize', error)}") from error
+    try:
+        tokens = read_object(answer.body).get("tokens") if answer.is_ok else None
+    except ValueError:
+        tokens = None
+    if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+        raise WorkerError(f"no prompt can be made: {info.url}/tokenize answered {answer.status}, without tokens")
+    return tokens

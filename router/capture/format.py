@@ -125,6 +125,12 @@ def _existing(name: str) -> Path | None:
     return next((path for path in (Path(name), Path(name + ".gz")) if path.exists()), None)
 
 
+def find_files(folder: Path, name: str) -> list[Path]:
+    """What is there of a capture of that name."""
+    stem = str(folder / name)
+    return [found for suffix in (".jsonl", _REQUESTS_SUFFIX) if (found := _existing(stem + suffix)) is not None]
+
+
 def read_capture(frames: Path, requests: Path | None) -> Capture:
     """Read both files whole. Raises ``CaptureError``."""
     messages = [_frame(place, record) for place, record in _records(frames)]

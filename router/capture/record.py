@@ -15,9 +15,11 @@ from typing import Any, Self, TextIO
 import httpx
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from router.capture.format import frame_record
 from router.core.types import Engine
+from router.errors import WorkerError
 from router.fleet.worker_api import WorkerInfo
 from router.wire import sse
 from router.wire.kv_events import EventSource
@@ -27,12 +29,14 @@ KEPT_HEADERS = ("x-data-parallel-rank", "x-session-id", "x-request-id")
 _PROMPTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/inference/v1/generate")
 _RESETS = ("/reset_prefix_cache", "/flush_cache")
 _SETTLE_SECONDS = 2.0
+#: A publisher that is there takes a subscriber within milliseconds, however busy its engine is.
+_CONNECT_SECONDS = 5.0
 
 OnHead = Callable[[int, httpx.Headers], None]
 
 
 class Tape:
-    """The two files, written line by line as things happen."""
+    """The two files, written line by line as things happen; made with the first line."""
 
     def __init__(self, name: str, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -42,8 +46,6 @@ class Tape:
         self._files: list[TextIO] = []
 
     def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._files = [(self._folder / f"{self._name}{suffix}").open("w") for suffix in (".jsonl", ".requests.jsonl")]
         return self
 
     def __exit__(
@@ -55,43 +57,63 @@ class Tape:
     def frame(self, rank: int, parts: list[bytes]) -> None:
         """A message has arrived."""
         self.frames += 1
-        _write(self._files[0], frame_record(self.clock(), rank, parts))
+        self._write(0, frame_record(self.clock(), rank, parts))
 
     def note(self, kind: str, **record: object) -> None:
         """Something happened, or is to be known of the engine."""
-        _write(self._files[1], {"t": self.clock(), "kind": kind, **record})
+        self._write(1, {"t": self.clock(), "kind": kind, **record})
 
     def request(self, record: Mapping[str, object]) -> None:
         """A request has ended."""
         self.requests += 1
-        _write(self._files[1], {"t": self.clock(), "kind": "request", **record})
+        self._write(1, {"t": self.clock(), "kind": "request", **record})
+
+    def _write(self, number: int, record: Mapping[str, object]) -> None:
+        if not self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            names = (f"{self._name}{suffix}" for suffix in (".jsonl", ".requests.jsonl"))
+            self._files = [(self._folder / name).open("w") for name in names]
+        file = self._files[number]
+        file.write(json.dumps(record) + "\n")
+        file.flush()
 
 
-def _write(file: TextIO, record: Mapping[str, object]) -> None:
-    file.write(json.dumps(record) + "\n")
-    file.flush()
-
-
-async def follow(source: EventSource, tape: Tape, context: zmq.asyncio.Context) -> None:
-    """Write one rank's messages as they come, until cancelled."""
+async def follow(
+    source: EventSource, tape: Tape, context: zmq.asyncio.Context, *, is_heard: asyncio.Future[None]
+) -> None:
+    """Write one rank's messages as they come, until cancelled. ``is_heard`` is done once there is a publisher."""
     subscriber = context.socket(zmq.SUB)
     subscriber.rcvhwm = 100_000
     subscriber.subscribe(source.topic.encode())
+    monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
         subscriber.connect(source.endpoint)
+        await recv_monitor_message(monitor)
+        is_heard.set_result(None)
         while True:
             tape.frame(source.rank, await subscriber.recv_multipart())
     finally:
+        subscriber.disable_monitor()
         subscriber.close(linger=0)
 
 
 @asynccontextmanager
 async def following(info: WorkerInfo, tape: Tape) -> AsyncIterator[None]:
-    """All of a worker's streams on the tape; a little longer than the body, since events come late."""
+    """All of a worker's streams on the tape; a little longer than the body, since events come late.
+
+    Raises ``WorkerError`` where nobody publishes, alone or in a group.
+    """
+    loop = asyncio.get_running_loop()
+    sources = [(source, loop.create_future()) for source in info.sources if source]
+    if not sources:
+        raise WorkerError(f"{info.url} tells of no cache events: start it with --kv-events-config, or give --kv-events")
     context = zmq.asyncio.Context()
     try:
         async with asyncio.TaskGroup() as tasks:
-            streams = [tasks.create_task(follow(source, tape, context)) for source in info.sources if source]
+            streams = [tasks.create_task(follow(source, tape, context, is_heard=heard)) for source, heard in sources]
+            await asyncio.wait([heard for _, heard in sources], timeout=_CONNECT_SECONDS)
+            if silent := [source.endpoint for source, heard in sources if not heard.done()]:
+                raise WorkerError(f"nobody publishes cache events at {', '.join(silent)}")
             await asyncio.sleep(0.3)  # a publisher learns of its subscribers a moment after they connect
             yield
             await asyncio.sleep(_SETTLE_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -30,6 +32,8 @@ INFO = WorkerInfo(
     identity=None,
 )
 ANSWER = b'data: {"choices": [{"token_ids": [1]}]}\n\ndata: [DONE]\n\n'
+#: No answers to what tokens a text has.
+ODD = (b"[1]", b'"x"', b"{}", b'{"tokens": 5}', b'{"tokens": []}', b'{"tokens": ["a"]}', b"[" * 100_000, b"")
 SMALL = Script(sessions=2, turns=1, system_tokens=8, turn_tokens=4, output_tokens=4)
 
 
@@ -64,7 +68,7 @@ def driven(worker: Worker, folder: Path, script: Script) -> int:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.capture.drive._RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("router.capture.absence._RETRY_SECONDS", 0.001)
 
 
 def test_a_worker_that_is_started_anew_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +93,7 @@ def test_a_worker_that_does_not_come_back_ends_the_recording(
     client = httpx.AsyncClient(transport=transport)
     monkeypatch.setattr("router.capture.cli.describe", describe)
     monkeypatch.setattr("router.capture.cli.httpx.AsyncClient", lambda **_: client)
-    monkeypatch.setattr("router.capture.record._SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("router.capture.cli.following", following)
     options = ["--worker", URL, "--name", "t", "--folder", str(tmp_path), "--drive", "--patience-seconds", "0.02"]
     small = ["--sessions", "2", "--turns", "1", "--system-tokens", "8", "--turn-tokens", "4", "--output-tokens", "4"]
     status = main(["record-events", *options, *small])
@@ -101,12 +105,19 @@ def test_a_worker_that_does_not_come_back_ends_the_recording(
     )
 
 
-def test_a_worker_without_a_tokenizer_is_no_worker_to_drive(tmp_path: Path) -> None:
-    def answer(_request: httpx.Request) -> httpx.Response:
-        return httpx.Response(404)
+@asynccontextmanager
+async def following(_info: WorkerInfo, tape: Tape) -> AsyncIterator[None]:
+    """One event comes."""
+    tape.frame(0, [b"", b"\0" * 8, b"x"])
+    yield
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(404), *(httpx.Response(200, content=odd) for odd in ODD)])
+def test_a_worker_without_a_tokenizer_is_no_worker_to_drive(tmp_path: Path, answer: httpx.Response) -> None:
+    """Nor one that tells of none."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer)) as client:
             with Tape("t", tmp_path) as tape:
                 await drive(INFO, tape, client, SMALL, say=print)
 
