@@ -32,6 +32,8 @@ from router.wire.usage import Usage
 _WORKER = "capture"
 #: An answer comes after its request, even where a recorder's clock saw no time pass.
 _MOMENT = 1e-6
+#: A capture says when a reset was answered. It was asked for no longer before.
+_RESET_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class _Replay:
             if reset.is_restart:
                 self._feed(rank, Restarted())
             else:
-                self._fleet.expect_clear(slot)
+                self._fleet.expect_clear(slot, since=self.now - _RESET_SECONDS)
 
     def _feed(self, rank: int, event: Event) -> None:
         slot = self._slots[rank]

@@ -16,6 +16,9 @@ from router.core.shared_pool import SharedPool
 from router.core.usable import Kind, Rule, rule_of
 from router.wire.kv_events import BlockStored
 
+#: So many events in a row of blocks that no group of a rank has, and it is taken for another process.
+MOST_ODD = 8
+
 
 class Groups(LoneGroups):
     """The rules of each rank's groups, and which of them is the dense one that carries the chains."""
@@ -42,6 +45,35 @@ class Groups(LoneGroups):
         rank = self._ranks[slot]
         found, rank.is_contradicted = rank.is_contradicted, False
         return found
+
+    def fits(self, slot: int, event: BlockStored) -> bool:
+        """Whether an event's blocks can be of the size that its group's are, or nothing is known of that.
+
+        Smaller ones are prompts' ends inside a block, each told by itself; until several blocks were told at once,
+        those that were heard of so far may have been such ends.
+        """
+        rank = self._ranks[slot]
+        met = rank.met.get(event.group)
+        if rank.is_doubted or met is None or event.block_tokens == met.block_tokens or not _is_alike(met, event):
+            return True
+        small, large = sorted((met.block_tokens, event.block_tokens))
+        if large % small:
+            return False
+        return len(event.hashes) <= 1 if event.block_tokens == small else not rank.is_settled
+
+    def _is_odd(self, rank: RankState, slot: int, event: BlockStored) -> bool:
+        """Whether an event is to be passed over for the size of its blocks. One such event changes nothing; after many
+        in a row all that is known of the rank is in doubt, and is asked for again.
+        """
+        if self.fits(slot, event) and event.block_tokens % self.block_tokens == 0:
+            if (met := rank.met.get(event.group)) is not None and event.block_tokens == met.block_tokens:
+                rank.odd_events = 0
+            return False
+        rank.odd_events += 1
+        if rank.odd_events >= MOST_ODD:
+            self.begin_anew(slot)
+            rank.odd_events, rank.is_contradicted = 0, True
+        return True
 
     def _forget_groups(self, rank: RankState, slot: int) -> None:
         """Of a rank that holds nothing, nothing is known of its groups either."""

@@ -272,7 +272,7 @@ class PrefixIndex(Residency):
         return self._ranks[slot].blocks
 
     def applied_blocks(self, slot: int) -> int:
-        """Dense blocks that events have brought in so far, whether or not they are still there."""
+        """Blocks that events have brought in so far, or told of again, whether or not they are still there."""
         return self._ranks[slot].applied_blocks
 
     def stride(self, slot: int) -> int:

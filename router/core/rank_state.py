@@ -36,9 +36,10 @@ class RankState:
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
-    ``met`` tells of each group what its first event did. ``given`` is the pool as it was at first, for one like it.
-    ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later event said otherwise, and nobody
-    was told yet.
+    ``met`` tells of each group what its first event did; ``is_settled``: the dense one has stored several blocks of
+    that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``given`` is the pool as it
+    was at first, for one like it. ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later
+    event said otherwise, and nobody was told yet.
     """
 
     bit: int
@@ -60,6 +61,8 @@ class RankState:
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unplaced: list[BlockStored] = field(default_factory=list)
     met: dict[int, BlockStored] = field(default_factory=dict)
+    is_settled: bool = False
+    odd_events: int = 0
     is_lone: bool = False
     is_doubted: bool = False
     is_contradicted: bool = False
@@ -146,6 +149,7 @@ class RankState:
         """Of no group is anything known."""
         self.met.clear()
         self.dense_group, self.is_lone, self.has_tails, self.is_doubted = None, False, False, False
+        self.is_settled, self.odd_events = False, 0
         self.rules, self.segment_tokens, self.align = {}, {}, 1
         self.reported = ()
 

@@ -43,12 +43,15 @@ class Residency(Groups):
             case BlockRemoved() if event.locality != REMOTE:
                 self._remove(slot, event)
             case AllBlocksCleared():
-                self.clear(slot)
+                begin = self.begin_anew if self._ranks[slot].odd_events else self.clear
+                begin(slot)
             case _:
                 pass
 
     def _store(self, slot: int, event: BlockStored) -> None:
         rank = self._ranks[slot]
+        if self._is_odd(rank, slot, event):
+            return
         if rank.is_doubted:
             self._forget_groups(rank, slot)
         self._account(event)
@@ -62,6 +65,7 @@ class Residency(Groups):
             if not event.hashes or not event.is_dense:
                 pass
             elif event.block_tokens == rank.stride * self.block_tokens:
+                rank.is_settled = rank.is_settled or len(event.hashes) > 1
                 self._store_dense(rank, slot, event)
             elif event.block_tokens == self.block_tokens:
                 self._store_tail(rank, slot, event)
@@ -100,6 +104,7 @@ class Residency(Groups):
         if again := self._told_again(rank, slot, event, keys):
             known = rank.chains.places(rank.chains.path(keys, limit=again), again)
             self._name_taken(rank, slot, known)
+            rank.applied_blocks += again
             self._learn(rank, slot, hashes[:again], known, fresh=0)
             self.provisional.confirm(slot, DENSE, keys[:again])
             parent, keys, hashes = known[-1], keys[again:], hashes[again:]
@@ -335,6 +340,7 @@ class Residency(Groups):
                 rank.pool = None
             rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
         self._sparse[TAILS].gain(slot, key)
+        rank.applied_blocks += 1
         for name in event.hashes:
             self._note_stray(rank, name, key)
         self.provisional.confirm(slot, DENSE, (key,))

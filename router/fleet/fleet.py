@@ -90,6 +90,7 @@ class Fleet:
         self.changed_charges: ChangedCharges = lambda *, whole: (whole, ())
         self._members: dict[int, Member] = {}
         self._slots: dict[RankId, int] = {}
+        self._held: dict[int, HeldBack] = {}
         self._geometries: dict[str, Geometry] = {}
         self._peers: dict[frozenset[str], PacePeers] = {}
         self._indexes = Indexes(settings.max_index_blocks, on_failed_forecast=self._note_failed_forecast)
@@ -157,6 +158,7 @@ class Fleet:
         """Forget a rank with all it held, its load and its sessions."""
         member = self._members.pop(slot)
         del self._slots[member.id]
+        self._held.pop(slot, None)
         member.learner.leave()
         if all(other.models != member.models for other in self._members.values()):
             del self._peers[member.models]
@@ -196,7 +198,11 @@ class Fleet:
         return [self._members[slot] for slot in sorted(self._members)]
 
     def indexes(self, model: str) -> Sequence[PrefixIndex]:
-        """The indexes whose ranks serve a model: one a block size."""
+        """The indexes whose ranks serve a model: one a block size. What was held back too long counts by now."""
+        if self._held:
+            now = self.clock()
+            for slot in [slot for slot, held in self._held.items() if now >= held.until]:
+                self._believe(slot, now=now)
         return self._indexes.serving(model)
 
     def let_go(self) -> bool:
@@ -243,15 +249,21 @@ class Fleet:
         away and the rank's events must be read again from their start.
         """
         member = self._members[slot]
-        if member.held is not None:
-            return self._apply_held(member, member.held, batch, now=now)
+        if slot in self._held:
+            return self._apply_held(member, batch, now=now)
         whole = True
         unit_tokens = math.gcd(
-            member.block_tokens or 0, *(event.block_tokens for event in batch.events if isinstance(event, BlockStored))
+            member.block_tokens or 0,
+            *(
+                event.block_tokens
+                for event in batch.events
+                if isinstance(event, BlockStored) and (member.index is None or member.index.fits(slot, event))
+            ),
         )
         if unit_tokens != (member.block_tokens or 0):
             whole = member.index is None or not member.index.blocks(slot)
             self._join_index(member, unit_tokens)
+        entered = member.entered_blocks
         counts: dict[str, int] = {}
         for event in batch.events:
             name = type(event).__name__
@@ -262,45 +274,49 @@ class Fleet:
             member.index.end_batch(slot)
             whole = not member.index.was_contradicted(slot) and whole
         self._indexes.tidy()
-        member.stored_events += counts.get(BlockStored.__name__, 0)
+        if AllBlocksCleared.__name__ in counts:
+            member.cleared_at, member.idle_events = now, 0
+            self.texts.forget(slot)
+        stored = sum(isinstance(event, BlockStored) and event.is_on_device for event in batch.events)
+        member.idle_events = member.idle_events + stored if member.entered_blocks == entered else 0
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
         self._measure(member)
         return whole
 
-    def expect_clear(self, slot: int) -> None:
-        """The rank's cache was emptied through the router. vLLM's own clear comes with its next step.
+    def expect_clear(self, slot: int, *, since: float) -> None:
+        """The rank's cache was emptied through the router, which asked for it at ``since``. vLLM's own clear comes with
+        its next step.
 
-        What arrives before it is older than the reset. An engine whose clear was quicker than its answer has nothing
-        stored by now.
+        What arrives before it is older than the reset. Where the engine's clear was quicker than its answer, what the
+        rank has by now is newer.
         """
-        member = self._members[slot]
-        is_told_already = member.index is not None and not member.index.blocks(slot)
-        self.clear(slot, "reset")
-        if not is_told_already:
-            member.held = HeldBack(self.clock() + CLEAR_SECONDS)
+        if self._members[slot].cleared_at < since:
+            self.clear(slot, "reset")
+            self._held[slot] = HeldBack(self.clock() + CLEAR_SECONDS)
 
-    def _apply_held(self, member: Member, held: HeldBack, batch: EventBatch, *, now: float) -> bool:
+    def _apply_held(self, member: Member, batch: EventBatch, *, now: float) -> bool:
+        held = self._held[member.slot]
         places = [place for place, event in enumerate(batch.events) if isinstance(event, AllBlocksCleared)]
         if places:
             held.batches.clear()
             batch = replace(batch, events=batch.events[places[-1] :])
-        elif now < held.until:
-            held.batches.append(batch)
-            return True
-        member.held = None
-        outcomes = [self.apply(member.slot, each, now=now) for each in (*held.batches, batch)]
+        held.batches.append(batch)
+        return self._believe(member.slot, now=now) if places or now >= held.until else True
+
+    def _believe(self, slot: int, *, now: float) -> bool:
+        """What was held back counts after all. Returns as ``apply`` does."""
+        outcomes = [self.apply(slot, each, now=now) for each in self._held.pop(slot).batches]
         return all(outcomes)
 
     def clear(self, slot: int, cause: str) -> None:
         """Throw a rank's picture away: nothing stale is trusted."""
         member = self._members[slot]
-        member.held = None
-        member.stored_events = 0
+        self._held.pop(slot, None)
+        member.idle_events = 0
         if member.index is not None:
             begin = member.index.begin_anew if cause in MAY_BE_ANOTHER else member.index.clear
             begin(slot)
-            member.applied_before = member.index.applied_blocks(slot)
         self.texts.forget(slot)
         self._metrics.resyncs.labels(*member.labels, cause).inc()
         self._measure(member)
@@ -319,7 +335,6 @@ class Fleet:
             self._indexes.leave(member.index, member.slot)
         member.index = self._indexes.of(member.models, block_tokens=block_tokens)
         member.block_tokens = block_tokens
-        member.applied_before = 0
         geometry = next((self._geometries[model] for model in sorted(member.models) if model in self._geometries), None)
         blocks = member.pool_tokens // block_tokens if member.pool_tokens else None
         if blocks and member.target.engine is Engine.VLLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -54,10 +55,10 @@ class Member:
     retention_tokens: int | None = None
     index: PrefixIndex | None = None
     block_tokens: int | None = None
-    held: HeldBack | None = None
-    #: Since its picture was last thrown away, and what had been entered in the index until then.
-    stored_events: int = 0
-    applied_before: int = 0
+    #: When it last said itself that its cache is empty.
+    cleared_at: float = -math.inf
+    #: Store events since one had an effect.
+    idle_events: int = 0
     cards: Mapping[str, ModelCard] = field(default_factory=dict)
     #: It computes prompts only. Asked for several times a request.
     is_prefill: bool = field(init=False)
@@ -71,10 +72,14 @@ class Member:
         return self.index.blocks(self.slot) if self.index is not None else 0
 
     @property
+    def entered_blocks(self) -> int:
+        """What its events have brought in so far."""
+        return self.index.applied_blocks(self.slot) if self.index is not None else 0
+
+    @property
     def is_deaf(self) -> bool:
-        """Store events arrive, and not one block of them could be entered: something does not fit."""
-        applied = self.index.applied_blocks(self.slot) if self.index is not None else 0
-        return self.stored_events >= DEAF_EVENTS and applied <= self.applied_before
+        """Store events arrive, and not one block of the last ones could be entered: something does not fit."""
+        return self.idle_events >= DEAF_EVENTS
 
     @property
     def labels(self) -> tuple[str, str]:

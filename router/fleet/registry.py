@@ -55,7 +55,7 @@ class Ranks(Picture, Protocol):
         cards: Mapping[str, ModelCard],
     ) -> int: ...
     def remove_rank(self, slot: int) -> None: ...
-    def expect_clear(self, slot: int) -> None: ...
+    def expect_clear(self, slot: int, *, since: float) -> None: ...
     def set_status(self, slot: int, status: RankStatus) -> None: ...
 
 
@@ -193,9 +193,10 @@ class Registry:
         worker = self.worker(name)
         if worker.info is None:
             raise WorkerError(f"{worker.name} has not been reached yet: {worker.reason}")
+        asked_at = self._clock()
         await reset_cache(self._client, worker.info)
         for slot in worker.slots:
-            self._ranks.expect_clear(slot)
+            self._ranks.expect_clear(slot, since=asked_at)
 
     # --- a worker's life ------------------------------------------------------------------------------
 

@@ -67,6 +67,11 @@ class BlockStored:
         """Each hash names the block at its own place in ``token_ids``."""
         return len(self.hashes) * self.block_tokens == len(self.token_ids)
 
+    @property
+    def is_on_device(self) -> bool:
+        """There are blocks, and they lie where prompts find them without a load."""
+        return bool(self.hashes) and self.medium == GPU and self.locality != REMOTE
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:

@@ -9,13 +9,15 @@ from prometheus_client import CollectorRegistry
 
 from router.core.continuity import advance
 from router.core.continuity_types import Apply, Clear, Continuity, Discarded, Event, Joined, Message
+from router.core.groups import MOST_ODD
 from router.core.types import Engine, RankId
 from router.fleet.fleet import Fleet
 from router.fleet.member import DEAF_EVENTS
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
-from router.wire.kv_events import BlockStored, EventBatch
+from router.wire.kv_events import AllBlocksCleared, BlockStored, EventBatch
+from router.wire.kv_events import Event as CacheEvent
 
 TOKENS = [(at * 7919 + 3) % 50_000 for at in range(640)]
 FULL, WINDOW = "full_attention", "sliding_window"
@@ -117,3 +119,71 @@ def test_a_stream_that_was_understood_once_can_turn_deaf() -> None:
     assert member.is_deaf
     router.feed(Message(DEAF_EVENTS, EventBatch(100.0, stored([(FULL, None, 16, None)], process=2))))
     assert not member.is_deaf
+
+
+def odd(tokens: int, *, at: int = 0) -> BlockStored:
+    return BlockStored((9_000 + at,), None, [7 + at] * tokens, tokens, kind=FULL)
+
+
+class Told(Router):
+    """A router whose rank has told of the whole prompt in blocks of 16."""
+
+    def __init__(self) -> None:
+        super().__init__(block_tokens=16)
+        self.number = 0
+        self.tell(*stored([(FULL, None, 16, None)], process=1))
+
+    def tell(self, *events: CacheEvent) -> None:
+        self.feed(Message(self.number, EventBatch(1.0 + self.number, events)))
+        self.number += 1
+
+    @property
+    def blocks(self) -> int:
+        return self.fleet.member(self.slot).blocks
+
+
+@pytest.mark.parametrize("tokens", [15, 17, 32, 48])
+def test_one_event_of_another_block_size_changes_nothing(tokens: int) -> None:
+    """What was known stays known, and what comes after it is entered."""
+    router = Told()
+    blocks = router.blocks
+    router.tell(odd(tokens))
+    assert router.known() == 624
+
+    router.tell(BlockStored((1, 2), None, [5] * 32, 16, kind=FULL))
+    assert (router.known(), router.blocks) == (624, blocks + 2)
+
+
+@pytest.mark.parametrize("tokens", [15, 17, 32])
+def test_many_events_of_another_block_size_are_what_the_rank_uses_now(tokens: int) -> None:
+    """A process that has restarted unseen. Every so often one of the old size in between is no more than odd, too."""
+    router = Told()
+    for at in range(2 * MOST_ODD):
+        router.tell(odd(tokens, at=at))
+    taken = router.blocks
+    assert router.known() == 0
+    assert taken >= MOST_ODD - 1
+    router.tell(BlockStored((1, 2), None, [5] * 32, 16, kind=FULL))
+    router.tell(odd(tokens, at=500))
+    assert router.blocks == taken + 1
+
+
+@pytest.mark.parametrize("tokens", [17, 32])
+def test_a_rank_that_began_with_an_odd_event_is_known_by_what_follows(tokens: int) -> None:
+    """Its first event is no better than any other."""
+    router = Router(block_tokens=16)
+    router.feed(Message(0, EventBatch(1.0, (BlockStored((1, 2), None, [7] * 2 * tokens, tokens, kind=FULL),))))
+    for number in range(1, MOST_ODD + 2):
+        router.feed(Message(number, EventBatch(1.0 + number, stored([(FULL, None, 16, None)], process=1))))
+    assert router.known() == 624
+
+
+@pytest.mark.parametrize("tokens", [17, 32])
+def test_a_clear_begins_anew_after_an_odd_event(tokens: int) -> None:
+    """An empty cache has blocks of whatever size it says."""
+    router = Told()
+    router.tell(odd(tokens), AllBlocksCleared())
+    assert router.known() == 0
+    names, ids = range(1, 640 // tokens + 1), TOKENS[: 640 // tokens * tokens]
+    router.tell(BlockStored(tuple(names), None, ids, tokens, kind=FULL))
+    assert router.known() == len(ids) - (tokens if len(ids) == len(TOKENS) else 0)

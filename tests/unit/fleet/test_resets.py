@@ -40,7 +40,7 @@ def test_what_arrives_before_the_engines_own_clear_is_older_than_the_reset() -> 
     """vLLM publishes the clear with its next step, behind stores that were under way."""
     world = World()
     world.publish(stored(1))
-    world.fleet.expect_clear(world.slot)
+    world.fleet.expect_clear(world.slot, since=world.now)
     world.publish(stored(2))
     assert world.blocks == 0
 
@@ -51,13 +51,27 @@ def test_what_arrives_before_the_engines_own_clear_is_older_than_the_reset() -> 
 
 
 def test_an_engine_that_was_quicker_than_its_answer_is_not_waited_for() -> None:
-    """SGLang publishes at once: its clear may be here before the reset has returned."""
+    """SGLang publishes at once: its clear may be here before the reset has returned, and what it stores behind it."""
     world = World()
     world.publish(stored(1))
-    world.publish(AllBlocksCleared())
-    world.fleet.expect_clear(world.slot)
-    world.publish(stored(2))
+    world.now = 1.0
+    world.publish(AllBlocksCleared(), stored(2))
+    world.now = 1.5
+    world.fleet.expect_clear(world.slot, since=0.5)
+    assert world.blocks == 1
+    world.publish(stored(3))
+    assert world.blocks == 2
 
+
+def test_a_clear_from_before_the_reset_is_not_its_own() -> None:
+    """Nor is a rank that nothing is known of known to be empty."""
+    world = World()
+    world.publish(AllBlocksCleared(), stored(1))
+    world.now = 1.0
+    world.fleet.expect_clear(world.slot, since=0.5)
+    world.publish(stored(2))
+    assert world.blocks == 0
+    world.publish(AllBlocksCleared(), stored(3))
     assert world.blocks == 1
 
 
@@ -65,12 +79,26 @@ def test_an_engine_that_never_tells_is_believed_after_a_while() -> None:
     """Nothing that came meanwhile is lost."""
     world = World()
     world.publish(stored(1))
-    world.fleet.expect_clear(world.slot)
+    world.fleet.expect_clear(world.slot, since=world.now)
     world.publish(stored(2))
     world.now = CLEAR_SECONDS
     world.publish(stored(3))
 
     assert world.blocks == 2
+
+
+def test_nor_need_an_idle_engine_say_more() -> None:
+    """What it stored last counts for whoever asks once the time is over."""
+    world = World()
+    world.publish(stored(1))
+    world.fleet.expect_clear(world.slot, since=world.now)
+    world.publish(stored(2))
+    world.now = CLEAR_SECONDS
+    assert world.fleet.promised_tokens(world.slot, (2, 2, 9)) == 0
+    (index,) = world.fleet.indexes("m")
+
+    assert index.blocks(world.slot) == 1
+    assert world.fleet.promised_tokens(world.slot, (2, 2, 9)) == 2
 
 
 def test_a_stream_without_effect_is_reported() -> None:
@@ -83,3 +111,25 @@ def test_a_stream_without_effect_is_reported() -> None:
 
     world.publish(stored(50))
     assert not member.is_deaf
+
+
+def test_a_stream_can_lose_its_effect_at_any_time() -> None:
+    """Whatever was entered before: what counts is that nothing is any more."""
+    world = World()
+    world.publish(stored(1), stored(2))
+    for name in range(DEAF_EVENTS):
+        assert not world.fleet.member(world.slot).is_deaf
+        world.publish(BlockStored((100 + name,), 999, (name, name), 2))
+    assert world.fleet.member(world.slot).is_deaf
+
+
+def test_copies_below_the_device_and_elsewhere_say_nothing_of_that() -> None:
+    """An offloading connector may tell of many that are known already."""
+    world = World()
+    world.publish(stored(1))
+    for name in range(DEAF_EVENTS):
+        world.publish(
+            BlockStored((100 + name,), 999, (name, name), 2, medium="CPU"),
+            BlockStored((100 + name,), 999, (name, name), 2, locality="REMOTE"),
+        )
+    assert not world.fleet.member(world.slot).is_deaf
