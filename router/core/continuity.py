@@ -8,11 +8,13 @@ Ways it breaks, and the way back:
 - **Gap.** Ask a replay from the missing message; live messages are held meanwhile and applied after it.
 - **Restart.** The numbers run backwards, or the epoch is another one: throw the picture away, begin anew.
 - **Damage.** A live message that cannot be read is asked for again like one that is missing.
-- **A tail that was lost**, with nothing behind it: a check asks. That it fails says nothing, so the picture stays.
+- **A tail that was lost**, with nothing behind it: a check asks for a replay, or a snapshot where there are none. That
+  it fails says nothing, so the picture stays.
 - **Late join, a replay that is damaged or does not reach back**: begin anew.
 
 To begin anew is to ask for a snapshot where the rank offers one, else for a replay from 0, else to apply what follows:
-an empty picture plus an unbroken run of messages claims nothing that is not there.
+an empty picture plus an unbroken run of messages claims nothing that is not there. It lacks what was there before,
+though: where snapshots are offered, checks ask for one until it comes, and the picture serves meanwhile.
 
 The publisher could have restarted unseen inside a gap. So a replay begins one message *early*, at the last one applied:
 only if that message comes back with its epoch, or with the timestamp it had, is it the same publisher.
@@ -20,12 +22,11 @@ only if that message comes back with its epoch, or with the timestamp it had, is
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 
+from router.core.continuity_held import Step, drain, hold, settle, then
 from router.core.continuity_types import (
     Action,
-    Apply,
     AskFailed,
     AskReplay,
     AskSnapshot,
@@ -48,13 +49,11 @@ from router.core.continuity_types import (
     Restarted,
     SnapshotTaken,
 )
-from router.wire.kv_events import EventBatch, Snapshot
+from router.wire.kv_events import Snapshot
 
 #: Live messages held during a replay or snapshot. More than this and the picture begins with what is held.
 HOLD_LIMIT = 4096
 _EPOCHS_REMEMBERED = 8
-
-Step = tuple[Continuity, list[Action]]
 
 
 def advance(state: Continuity, event: Event) -> Step:
@@ -101,17 +100,18 @@ def _message(state: Continuity, event: Message) -> Step:
         return _begin_anew(state, Cause.RESTART, held=((sequence, batch),))
     if state.expected is not None and sequence < state.expected:
         return state, []  # a replay or snapshot brought it before
-    if state.checked is not None and sequence == state.expected and not state.held:  # what the check asks, this tells
+    is_told = sequence == state.expected and not state.held  # what a check of the tail asks, this tells
+    if state.checked is not None and is_told and (state.is_whole or state.phase is Phase.REPLAYING):
         state = replace(state, phase=Phase.LIVE, ticket=state.ticket + 1, is_verified=True, checked=None)
-    state = _hold(state, sequence, batch)
+    state = hold(state, sequence, batch)
     if state.phase is not Phase.LIVE:
-        return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
+        return drain(state) if len(state.held) + len(state.since) <= HOLD_LIMIT else _overflow(state)
     if state.expected is None:
         if sequence == 0:
-            return _settle(state, [])
+            return settle(state, [])
         return _begin_anew(state, Cause.JOIN, held=state.held)
     if sequence == state.expected:
-        return _drain(state)
+        return drain(state)
     return _ask_missing(state)
 
 
@@ -154,8 +154,12 @@ def _check(state: Continuity) -> Step:
         return state, []
     if state.expected is None:  # what was asked for failed; by now it may be had
         return _begin_anew(state, Cause.JOIN, held=())
-    if not state.has_replay:
-        return state, []
+    if state.has_snapshot and not (state.is_whole and state.has_replay):
+        return _ask_snapshot(replace(state, checked=state.expected), Cause.CHECK)
+    return _check_tail(state) if state.has_replay else (state, [])
+
+
+def _check_tail(state: Continuity) -> Step:
     state, actions = _ask_replay(state, Cause.CHECK)
     return replace(state, checked=state.expected), actions
 
@@ -175,6 +179,7 @@ def _ask_replay(state: Continuity, cause: Cause) -> Step:
         is_verified=not state.expected,
         has_parts=False,
         checked=None,
+        since=(),
         asked_epochs=state.seen_epochs,
     )
     return state, [AskReplay(start=start, ticket=state.ticket, cause=cause)]
@@ -193,50 +198,65 @@ def _replay_part(state: Continuity, event: ReplayPart) -> Step:
             return state, []
         if batch.epoch is None and state.last_timestamp not in (None, batch.timestamp):
             return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())
-        return _drain(replace(state, is_verified=True))
+        return drain(replace(state, is_verified=True))
     if any(number == sequence and live.timestamp != batch.timestamp for number, live in state.held):
         return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())  # two processes' messages meet
-    state = _hold(state, sequence, batch)
+    state = hold(state, sequence, batch)
     if state.expected is None and sequence == 0:
-        state = replace(state, expected=0)
-    return _drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
+        state = replace(state, expected=0, is_whole=True)
+    return drain(state) if len(state.held) <= HOLD_LIMIT else _overflow(state)
 
 
 def _replay_end(state: Continuity) -> Step:
     if not state.is_verified:
-        return _after([ReplayDone(ReplayResult.INCOMPLETE)], _begin_anew(state, Cause.REPLAY, held=()))
+        return then([ReplayDone(ReplayResult.INCOMPLETE)], _begin_anew(state, Cause.REPLAY, held=()))
     if state.expected is None and state.held:  # the buffer begins later, or there was nothing yet
         epoch = state.epoch or state.held[-1][1].epoch
         held = tuple(item for item in state.held if item[1].epoch == epoch)
-        state = replace(state, expected=held[0][0] if state.has_parts else 0, epoch=epoch, held=held)
+        first = held[0][0] if state.has_parts else 0
+        state = replace(state, expected=first, epoch=epoch, held=held, is_whole=not first)
     is_unchanged = state.checked is not None and state.checked == state.expected
-    state, actions = _drain(state)
+    state, actions = drain(state)
     if not state.held:
         result = ReplayResult.UNCHANGED if is_unchanged and not actions else ReplayResult.WHOLE
-        return _settle(state, [ReplayDone(result), *actions])
+        return settle(state, [ReplayDone(result), *actions])
     assert state.expected is not None
     if state.expected < state.asked_next:  # it was there to be had, and did not come
-        return _after([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
-    return _after([ReplayDone(ReplayResult.WHOLE), *actions], _ask_replay(state, Cause.GAP))  # lost since the asking
+        return then([ReplayDone(ReplayResult.INCOMPLETE)], _give_up(state, Cause.REPLAY))
+    return then([ReplayDone(ReplayResult.WHOLE), *actions], _ask_replay(state, Cause.GAP))  # lost since the asking
 
 
 def _ask_failed(state: Continuity) -> Step:
     done: list[Action] = [ReplayDone(ReplayResult.FAILED)] if state.phase is Phase.REPLAYING else []
     if state.phase is Phase.SNAPSHOT and state.has_replay:
-        return _ask_replay(replace(state, expected=None), Cause.SNAPSHOT)
+        if state.checked is None:
+            return _ask_replay(replace(state, expected=None), Cause.SNAPSHOT)
+        return _ask_missing(state) if state.held else _check_tail(state)
     if state.checked is not None:  # nothing shows that anything is missing, unless what came since does
-        state, actions = _settle(state, done)
-        return _after(actions, _ask_missing(state) if state.held else (state, []))
+        state, actions = settle(state, done)
+        return then(actions, _ask_missing(state) if state.held else (state, []))
     if state.phase is Phase.REPLAYING and state.expected is None:
-        return _settle(state, done)
-    return _after(done, _give_up(state, Cause.REPLAY if done else Cause.SNAPSHOT))
+        return settle(state, done)
+    return then(done, _give_up(state, Cause.REPLAY if done else Cause.SNAPSHOT))
 
 
 # --- snapshots ------------------------------------------------------------------------------------
 
 
+def _ask_snapshot(state: Continuity, cause: Cause) -> Step:
+    """A picture, where there is one, serves until the snapshot has come (``checked``)."""
+    state = replace(state, phase=Phase.SNAPSHOT, ticket=state.ticket + 1, since=(), asked_epochs=state.seen_epochs)
+    return state, [AskSnapshot(ticket=state.ticket, cause=cause)]
+
+
 def _snapshot(state: Continuity, snapshot: Snapshot) -> Step:
     epoch = snapshot.batch.epoch
+    if state.checked is not None:
+        if state.is_whole and (snapshot.sequence + 1, epoch) == (state.expected, state.epoch):
+            return settle(state, [])  # nothing was missed
+        if snapshot.sequence + 1 < state.checked:
+            return _begin_anew(replace(state, live_next=None), Cause.RESTART, held=())
+        state = replace(state, checked=None, held=(*state.since, *state.held), since=())
     if epoch is not None:
         state = _see(state, epoch)
         if _is_outdated(state, epoch):
@@ -245,14 +265,15 @@ def _snapshot(state: Continuity, snapshot: Snapshot) -> Step:
     state = replace(
         state,
         phase=Phase.LIVE,
+        is_whole=True,
         expected=snapshot.sequence + 1,
         held=tuple(item for item in state.held if item[0] > snapshot.sequence),
         last_timestamp=None,
     )
-    state, actions = _drain(state)
+    state, actions = drain(state)
     actions.insert(0, Load(snapshot))
     if state.held:
-        return _after(actions, _ask_missing(state))
+        return then(actions, _ask_missing(state))
     return state, actions
 
 
@@ -280,29 +301,34 @@ def _confirm(state: Continuity, epoch: str) -> Continuity:
 def _begin_anew(state: Continuity, cause: Cause, *, held: Held) -> Step:
     """No picture. ``held`` is what is surely of this publisher and counts once the rest is here."""
     actions: list[Action] = [] if cause is Cause.JOIN else [Clear(cause)]
-    state = replace(state, expected=None, epoch=None, last_timestamp=None, held=held, is_verified=True, checked=None)
+    state = replace(_without_picture(state), epoch=None, held=held, is_verified=True)
     if held and held[0][0] == 0 and held[0][1].epoch is None:
-        return _settle(state, actions)
+        return settle(state, actions)
     if state.has_snapshot:
-        state = replace(state, phase=Phase.SNAPSHOT, ticket=state.ticket + 1, asked_epochs=state.seen_epochs)
-        return state, [*actions, AskSnapshot(ticket=state.ticket, cause=cause)]
+        return then(actions, _ask_snapshot(state, cause))
     if state.has_replay:
-        return _after(actions, _ask_replay(state, cause))
-    return _settle(state, actions)
+        return then(actions, _ask_replay(state, cause))
+    return settle(state, actions)
+
+
+def _without_picture(state: Continuity) -> Continuity:
+    return replace(state, expected=None, last_timestamp=None, is_whole=False, checked=None, since=())
 
 
 def _give_up(state: Continuity, cause: Cause) -> Step:
     """What is missing cannot be had one by one: a snapshot, or an empty picture and what is held."""
     if state.phase is Phase.REPLAYING and not state.is_last_resort and state.has_snapshot:
         return _begin_anew(state, cause, held=())
-    return _settle(replace(state, expected=None, last_timestamp=None), [Clear(cause)])
+    return settle(_without_picture(state), [Clear(cause)])
 
 
 def _overflow(state: Continuity) -> Step:
     """Too much is held. A replay into an empty picture has shown its beginning by now; anything else is given up."""
     if state.phase is Phase.REPLAYING and state.expected is None:
-        return _drain(replace(state, expected=state.held[0][0]))
-    return _settle(replace(state, expected=None, last_timestamp=None), [Clear(Cause.OVERFLOW)])
+        return drain(replace(state, expected=state.held[0][0]))
+    if state.since:  # of a picture that serves; it is only not replaced now
+        return settle(replace(state, ticket=state.ticket + 1), [])
+    return settle(_without_picture(state), [Clear(Cause.OVERFLOW)])
 
 
 def _damaged(state: Continuity, event: Damaged) -> Step:
@@ -312,11 +338,11 @@ def _damaged(state: Continuity, event: Damaged) -> Step:
         held = tuple(item for item in state.held if after is not None and item[0] >= after)
         if state.expected is not None and after is not None and after <= state.expected:
             return state, []
-        state = replace(state, expected=after, last_timestamp=None, held=held, is_verified=True)
-        return _after([Clear(Cause.DAMAGE)], _drain(state))
+        state = replace(_without_picture(state), expected=after, held=held, is_verified=True)
+        return then([Clear(Cause.DAMAGE)], drain(state))
     if state.has_replay and not state.has_snapshot:
         return _damaged_on_the_way(state, after)
-    state = replace(state, expected=after, live_next=after, last_timestamp=None, held=(), ticket=state.ticket + 1)
+    state = replace(_without_picture(state), expected=after, live_next=after, held=(), ticket=state.ticket + 1)
     if state.has_snapshot:
         return _begin_anew(state, Cause.DAMAGE, held=())
     return replace(state, phase=Phase.LIVE, is_verified=True), [Clear(Cause.DAMAGE)]
@@ -334,48 +360,3 @@ def _damaged_on_the_way(state: Continuity, after: int | None) -> Step:
         return replace(state, checked=None), []
     state, actions = _ask_replay(state, Cause.DAMAGE)
     return replace(state, asked_next=max(state.asked_next, after or 0)), actions
-
-
-# --- holding and applying -------------------------------------------------------------------------
-
-
-def _hold(state: Continuity, sequence: int, batch: EventBatch) -> Continuity:
-    at = bisect_left(state.held, sequence, key=lambda item: item[0])
-    if any(
-        item[0] == sequence and item[1].epoch == batch.epoch
-        for item in state.held[at : at + len(state.seen_epochs) + 1]
-    ):
-        return state
-    return replace(state, held=(*state.held[:at], (sequence, batch), *state.held[at:]))
-
-
-def _drain(state: Continuity) -> Step:
-    """Apply what is held and follows without a gap."""
-    expected, timestamp = state.expected, state.last_timestamp
-    if expected is None or not state.is_verified:
-        return state, []
-    actions: list[Action] = []
-    for sequence, batch in state.held:
-        if sequence != expected:
-            break
-        actions.append(Apply(batch))
-        expected, timestamp = sequence + 1, batch.timestamp
-    return replace(state, expected=expected, last_timestamp=timestamp, held=state.held[len(actions) :]), actions
-
-
-def _settle(state: Continuity, actions: list[Action]) -> Step:
-    """Be live. Without a picture, begin with the last unbroken run of what is held: only that surely still holds."""
-    state = replace(state, phase=Phase.LIVE, is_verified=True, checked=None)
-    if state.expected is None and state.held:
-        epoch = state.epoch or state.held[-1][1].epoch
-        held = tuple(item for item in state.held if item[1].epoch == epoch)
-        start = len(held) - 1
-        while start and held[start - 1][0] == held[start][0] - 1:
-            start -= 1
-        state = replace(state, expected=held[start][0], epoch=epoch, held=held[start:])
-    return _after(actions, _drain(state))
-
-
-def _after(first: list[Action], step: Step) -> Step:
-    state, actions = step
-    return state, [*first, *actions]

@@ -191,8 +191,20 @@ class Continuity:
     last_timestamp: float | None = None
     ticket: int = 0
     asked_next: int = 0  # messages below this had been published when the open replay was asked for
-    checked: int | None = None  # the open replay asks only whether there is anything from this number on
+    checked: int | None = None  # the open ask is only to tell whether there is anything from this number on
+    is_whole: bool = False  # the picture has all from before its first message, too
     is_last_resort: bool = False  # the open replay is to fill an empty picture
     is_verified: bool = True  # the open replay is known to come from the publisher of the picture
     has_parts: bool = False  # the open replay has brought something
     held: Held = ()  # by sequence, none below ``expected``
+    since: Held = ()  # applied since a snapshot was asked for that is to replace a picture
+
+    @property
+    def lacks_past(self) -> bool:
+        """Whether there is a picture, and a snapshot would have more."""
+        return self.has_snapshot and self.expected is not None and not self.is_whole
+
+    @property
+    def is_checked_easily(self) -> bool:
+        """Whether a check asks no more than one message of a rank that answers in no time."""
+        return self.has_snapshot and self.has_replay and self.expected is not None and self.is_whole

@@ -76,7 +76,7 @@ class StreamTimes:
     replay_idle: float = 3.0  # between two parts; engines answer between steps, and a step can be long
     replay_total: float = 120.0  # of all parts, or of a snapshot
     check_quiet: float = 0.5  # of silence, after which it is asked whether anything was lost; then ever more rarely,
-    check_every: float = 30.0  # up to this. Where snapshots are had, no more rarely: such a rank answers in no time
+    check_every: float = 30.0  # up to this. Where snapshots are had as well, no more rarely: a shim answers at once
     between_asks: float = 0.25  # so that a publisher that sends only damage is not asked without pause
 
 
@@ -138,6 +138,7 @@ class EventStream:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch_connection(monitor))
                 self._tasks.create_task(self._check_when_quiet())
+                self._tasks.create_task(self._complete())
                 await self._receive(subscriber)
         finally:
             subscriber.disable_monitor()
@@ -182,15 +183,23 @@ class EventStream:
                 async with asyncio.timeout(pause):
                     await self._stirred.wait()
             except TimeoutError:
-                is_without_picture = self._state.expected is None  # what was asked for failed, and may fail again
+                is_easy = self._state.is_checked_easily  # else it asks for much, or for what has failed before
                 self._feed(Check())
-                if is_without_picture or not self._state.has_snapshot:
-                    pause = min(2 * pause, self._times.check_every)
-                else:
-                    pause = self._times.check_quiet
+                pause = self._times.check_quiet if is_easy else min(2 * pause, self._times.check_every)
             else:
                 pause = self._times.check_quiet
                 await asyncio.sleep(pause)
+
+    async def _complete(self) -> None:
+        """A picture that begins in the middle gets its beginning, however much the rank has to say."""
+        pause = self._times.check_quiet
+        while True:
+            await asyncio.sleep(pause)
+            if self._state.lacks_past:
+                self._feed(Check())
+                pause = min(2 * pause, self._times.check_every)
+            else:
+                pause = self._times.check_quiet
 
     def _decode_live(self, frames: list[bytes]) -> Event:
         sequence: int | None = None

@@ -71,3 +71,54 @@ async def test_a_snapshot_that_never_ends_is_followed_by_a_replay(consumer: Cons
 
     consumer.follow(source, snapshot=snapshot, times=replace(TIMES, replay_total=0.3))
     await consumer.until({0})
+
+
+async def test_a_picture_that_begins_in_the_middle_is_completed_while_messages_come(
+    consumer: Consumer, publisher: KvPublisher
+) -> None:
+    """The first snapshot fails and there are no replays: the rank, which is never silent, is asked once more."""
+    publisher.epoch = "e"
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot", replay_endpoint=None)
+    await publisher.publish(stored(0))
+    asked: list[int] = []
+
+    async def snapshot() -> Snapshot:
+        asked.append(len(publisher.log))
+        if len(asked) == 1:
+            raise WorkerError("no")
+        held = tuple(stored(number) for number in range(len(publisher.log)))
+        await asyncio.sleep(0.05)  # more is published meanwhile
+        return Snapshot(sequence=len(held) - 1, batch=EventBatch(timestamp=0.0, events=held, epoch="e"))
+
+    consumer.follow(source, snapshot=snapshot, times=replace(TIMES, check_quiet=0.3))
+    await publisher.subscribed()
+    while len(asked) < 2:
+        await publisher.publish(stored(len(publisher.log)))
+        await asyncio.sleep(0.02)
+    for _ in range(5):
+        await publisher.publish(stored(len(publisher.log)))
+        await asyncio.sleep(0.02)
+    published = len(publisher.log)
+    await consumer.until(set(range(12)))
+    assert consumer.holds(upto=published) == set(range(published))
+    assert len(asked) == 2
+
+
+async def test_a_silent_rank_without_replays_is_asked_for_its_tail(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Its last message was lost, and it says nothing more; it is asked ever more rarely."""
+    publisher.epoch = "e"
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot", replay_endpoint=None)
+    asked: list[float] = []
+    held = [stored(0)]
+
+    async def snapshot() -> Snapshot:
+        asked.append(asyncio.get_running_loop().time())
+        return Snapshot(len(held) - 1, EventBatch(timestamp=0.0, events=tuple(held), epoch="e"))
+
+    consumer.follow(source, snapshot=snapshot, times=replace(TIMES, check_quiet=0.1))
+    await consumer.until({0})
+    held.append(stored(1))
+    await consumer.until({0, 1})
+    while len(asked) < 5:  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(0.02)
+    assert asked[4] - asked[3] > 2 * (asked[2] - asked[1])

@@ -7,19 +7,25 @@ import pytest
 from router.core.continuity import HOLD_LIMIT
 from router.core.continuity_types import (
     Apply,
+    AskFailed,
     AskReplay,
+    AskSnapshot,
     Cause,
+    Check,
     Clear,
     Continuity,
     Damaged,
     Joined,
+    Load,
     Message,
     Phase,
     ReplayDone,
     ReplayEnd,
     ReplayPart,
     ReplayResult,
+    SnapshotTaken,
 )
+from router.wire.kv_events import Snapshot
 from tests.fakes.stream_turns import batch, feed, live
 
 
@@ -80,3 +86,64 @@ def test_after_an_empty_replay_only_the_last_processs_messages_count() -> None:
     state, actions = feed(state, ReplayEnd(1))
     assert Apply(batch(0, epoch="a")) not in actions
     assert state.epoch == "b"
+
+
+def partial(*, has_replay: bool = True) -> Continuity:
+    """A picture of message 9 and what follows: neither snapshot nor replay was to be had."""
+    state, _ = feed(Continuity(has_replay=has_replay, has_snapshot=True), Joined(), Message(9, batch(9)), AskFailed(1))
+    return feed(state, AskFailed(2))[0] if has_replay else state
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+def test_a_picture_that_begins_in_the_middle_serves_until_the_whole_comes(has_replay: bool) -> None:
+    """A check asks for a snapshot. What comes meanwhile is applied, and again behind the snapshot."""
+    state = partial(has_replay=has_replay)
+    state, actions = feed(state, Check())
+    assert actions == [AskSnapshot(ticket=state.ticket, cause=Cause.CHECK)]
+    state, actions = feed(state, Message(10, batch(10)), Message(11, batch(11)))
+    assert actions == [Apply(batch(10)), Apply(batch(11))]
+    snapshot = Snapshot(10, batch(10))
+    state, actions = feed(state, SnapshotTaken(state.ticket, snapshot))
+    assert actions == [Load(snapshot), Apply(batch(11))]
+    assert (state.expected, state.since) == (12, ())
+
+
+def test_a_snapshot_that_fails_again_takes_nothing_away() -> None:
+    """The tail is looked after by a replay then, where there is one."""
+    state, _ = feed(partial(), Check(), Message(10, batch(10)))
+    state, actions = feed(state, AskFailed(state.ticket))
+    assert actions == [AskReplay(start=10, ticket=state.ticket, cause=Cause.CHECK)]
+    state, actions = feed(state, ReplayPart(state.ticket, 10, batch(10)), ReplayEnd(state.ticket))
+    assert actions == [ReplayDone(ReplayResult.UNCHANGED)]
+
+    state, _ = feed(partial(has_replay=False), Check())
+    state, actions = feed(state, AskFailed(state.ticket), Message(10, batch(10)))
+    assert actions == [Apply(batch(10))]
+
+
+def test_what_comes_while_the_whole_is_asked_for_is_bounded() -> None:
+    """The asking is given up, not the picture."""
+    state, _ = feed(partial(), Check())
+    numbers = range(10, 10 + HOLD_LIMIT + 2)
+    state, actions = feed(state, *(Message(number, batch(number)) for number in numbers))
+    assert actions == [Apply(batch(number)) for number in numbers]
+    assert (state.phase, state.since) == (Phase.LIVE, ())
+
+
+@pytest.mark.parametrize(("sequence", "is_lost"), [(2, False), (4, True)])
+def test_without_replays_a_snapshot_tells_of_a_lost_tail(sequence: int, is_lost: bool) -> None:
+    """Messages 0 to 2 are known, and nothing more comes."""
+    snapshot = Snapshot(sequence, batch(sequence))
+    state, asked = feed(live(has_replay=False, has_snapshot=True), Check())
+    assert asked == [AskSnapshot(ticket=1, cause=Cause.CHECK)]
+    _, actions = feed(state, SnapshotTaken(1, snapshot))
+    assert actions == ([Load(snapshot)] if is_lost else [])
+
+
+def test_a_snapshot_from_before_what_is_known_is_of_another_process() -> None:
+    """Its numbers began anew, and nothing else tells."""
+    state, _ = feed(live(has_replay=False, has_snapshot=True), Check())
+    state, actions = feed(state, SnapshotTaken(1, Snapshot(0, batch(0))))
+    assert actions == [Clear(Cause.RESTART), AskSnapshot(ticket=2, cause=Cause.RESTART)]
+    state, _ = feed(state, SnapshotTaken(2, Snapshot(0, batch(0))))
+    assert feed(state, Message(1, batch(1)))[1] == [Apply(batch(1))]

@@ -39,6 +39,7 @@ class World:
     has_snapshot: bool
     has_epoch: bool
     random: random.Random
+    has_replay: bool = True
     state: Continuity = field(init=False)
     process: int = 0
     published: int = 0
@@ -52,7 +53,7 @@ class World:
     is_lossless: bool = True
 
     def __post_init__(self) -> None:
-        self.state = Continuity(has_replay=True, has_snapshot=self.has_snapshot)
+        self.state = Continuity(has_replay=self.has_replay, has_snapshot=self.has_snapshot)
 
     def publish(self, *, dropped: bool = False, damaged: bool = False) -> None:
         self.clock += 1
@@ -210,3 +211,26 @@ def test_lost_answers_never_leave_anything_stale(
     run(world, steps)
     first = world.believed[0][1]
     assert world.believed == [(world.process, n) for n in range(first, len(world.log))]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from((*STEPS, "lose")), max_size=40),
+    has_replay=st.booleans(),
+    has_epoch=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@example(steps=["flow"], has_replay=False, has_epoch=True, seed=0)
+def test_a_check_of_a_rank_with_snapshots_ends_in_its_own_state(
+    steps: list[str], has_replay: bool, has_epoch: bool, seed: int
+) -> None:
+    """Whatever failed before and was lost at the end: with the next check all counts, from the first message on."""
+    world = World(has_snapshot=True, has_replay=has_replay, has_epoch=has_epoch, random=random.Random(seed))
+    if not has_epoch:
+        steps = [step for step in steps if step not in ("restart", "blip")]
+    run(world, steps)
+    world.publish(dropped=True)
+    for _ in range(2):  # one for what came before, one for the tail
+        world.feed(Check())
+        world.arrive()
+    assert world.believed == [(world.process, n) for n in range(len(world.log))]
