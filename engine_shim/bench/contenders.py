@@ -148,13 +148,16 @@ class Vllm:
         """Raises ``ContenderError`` where it does not come up; ``log`` is where vLLM's own words go."""
         self._log = log
         with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [python, str(_PEER), str(folder), dtype, str(context_tokens), str(batch)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [python, str(_PEER), str(folder), dtype, str(context_tokens), str(batch)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+            except OSError as error:
+                raise ContenderError(f"{python} cannot be run: {error.strerror}") from error
         if self._line().strip() != "ready":
             self._fail()
 

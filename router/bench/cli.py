@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from router.bench.running import CannotRun
+
 #: Each module has a ``main(argv) -> exit status``. The sentence is the help's.
 BENCHES = {
     "decide": ("router.bench.decide", "tokens, keys, lookup and decision of a long conversation's next turn"),
@@ -20,10 +22,14 @@ BENCHES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one bench. Returns its exit status, or 2 for a name that is none."""
+    """Run one bench. Returns its exit status: 1 where it cannot run here, 2 for a name that is none."""
     if argv and argv[0] in BENCHES:
         bench: Callable[[Sequence[str]], int] = import_module(BENCHES[argv[0]][0]).main
-        return bench(argv[1:])
+        try:
+            return bench(argv[1:])
+        except CannotRun as error:
+            print(f"homing bench {argv[0]}: {error}", file=sys.stderr)
+            return 1
     lines = "\n".join(f"  {name:8}  {sentence}" for name, (_, sentence) in BENCHES.items())
     text = f"usage: homing bench NAME [OPTIONS]\n\nbenches:\n{lines}\n"
     if not argv or argv[0] in ("-h", "--help"):

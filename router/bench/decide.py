@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from engine_shim.model.tokenizer import read_card
+from router.bench.running import CannotRun
 from router.core.cost import CostParameters
 from router.core.policy import make_policy
 from router.core.types import Engine, RankId, RankStatus, RouteRequest
 from router.fleet.fleet import Fleet
 from router.fleet.target import Target
+from router.option_values import whole
 from router.proxy.brain import RouterBrain
 from router.proxy.tokenization import PromptTokenizer
 from router.proxy.types import Outcome
@@ -65,17 +67,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="homing bench decide", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1000], help="fleet sizes (default: 64 1000)")
-    parser.add_argument("--tokens", type=int, default=100_000, help="of the conversation so far")
-    parser.add_argument("--new-tokens", type=int, default=800, help="that a turn adds, half of them the reply")
-    parser.add_argument("--turns", type=int, default=40, help="to measure")
+    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[64, 1000], help="fleet sizes (default: 64 1000)")
+    parser.add_argument("--tokens", type=whole(1), default=100_000, help="of the conversation so far")
+    parser.add_argument("--new-tokens", type=whole(2), default=800, help="that a turn adds, half of them the reply")
+    parser.add_argument("--turns", type=whole(2), default=40, help="to measure")
     parser.add_argument("--tokenizer", default="smollm2", help="smollm2, needle, a model's folder or a GGUF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     try:
         card = read_card(options.tokenizer)
-    except (ImportError, FileNotFoundError) as error:
-        parser.exit(1, f"homing bench decide: {error}\n")
+    except Exception as error:  # of its JSON, its template, its extra's packages, and of tokenizers a bare Exception
+        raise CannotRun(str(error)) from error
+    if card.chat_template is None:
+        raise CannotRun(f"{options.tokenizer} has no chat template")
     config = {"chat_template": card.chat_template, "bos_token": card.bos_token, "eos_token": card.eos_token}
     results = {}
     for ranks in options.ranks:

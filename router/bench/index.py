@@ -21,9 +21,11 @@ from functools import partial
 from pathlib import Path
 
 from router.bench.full_pools import lookup_seconds
+from router.bench.running import CannotRun
 from router.core.forecast import Pool
 from router.core.index import PrefixIndex
 from router.core.rank_state import keys_of_event
+from router.option_values import whole
 from router.wire.block_keys import block_keys, namespace_seed
 from router.wire.kv_events import BlockStored
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         prog="homing bench index", description="How fast the cache index is here, and how large."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--sequences", type=int, default=128, help="chains of 2,000 blocks (default: 128)")
+    parser.add_argument("--sequences", type=whole(1), default=128, help="chains of 2,000 blocks (default: 128)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--beside",
@@ -82,17 +84,12 @@ def main(argv: Sequence[str]) -> int:
 def _beside(python: str, *, sequences: int, seed: int, as_json: bool) -> int:
     """Both indexes in turns, at the smaller number of ranks; medians and their ratios. Returns the exit status."""
     arguments = [str(number) for number in (_RANKS[0], sequences, _CHAIN_BLOCKS, seed)]
+    _run_peer(python, "--check")
     own: list[dict[str, float]] = []
     peer: list[dict[str, float]] = []
     for _ in range(_TURNS):
         own.append(asdict(measure(_RANKS[0], sequences=sequences, seed=seed)))
-        run = subprocess.run(  # noqa: S603 - the interpreter that the user named
-            [python, str(_PEER), *arguments], capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            print(f"{python} cannot measure Dynamo's index (pip install ai-dynamo-runtime):\n{run.stderr.strip()}")
-            return 1
-        peer.append(json.loads(run.stdout))
+        peer.append(json.loads(_run_peer(python, *arguments)))
     figures = {
         name: {"homing": statistics.median(each[name] for each in own), "dynamo": statistics.median(values)}
         for name in peer[0]
@@ -105,6 +102,20 @@ def _beside(python: str, *, sequences: int, seed: int, as_json: bool) -> int:
     for name, pair in figures.items():
         print(f"{name:28} {pair['homing']:>12,} {pair['dynamo']:>12,} {pair['homing'] / pair['dynamo']:>8.2f}")
     return 0
+
+
+def _run_peer(python: str, *arguments: str) -> str:
+    """What the peer's script prints. Raises ``CannotRun``."""
+    try:
+        run = subprocess.run(  # noqa: S603 - the interpreter that the user named
+            [python, str(_PEER), *arguments], capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise CannotRun(f"{python} cannot be run: {error.strerror}") from error
+    if run.returncode:
+        *_, reason = run.stderr.strip().splitlines() or [f"it ended with status {run.returncode}"]
+        raise CannotRun(f"{python} cannot measure Dynamo's index (pip install ai-dynamo-runtime): {reason}")
+    return run.stdout
 
 
 def measure(ranks: int, *, sequences: int, seed: int) -> Measured:

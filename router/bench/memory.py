@@ -16,13 +16,16 @@ from typing import Final
 import uvloop
 
 from router.bench.proxy_parts import FLOODS, HOLDS
-from router.bench.running import PARTS, process, resident_bytes, router
+from router.bench.running import PARTS, CannotRun, process, resident_bytes, router
+from router.option_values import whole
 
 #: So many rounds of clients come and go before anything is counted: what is kept of requests as such is not a client's.
 _WARM_ROUNDS: Final = 30
 #: Until what was freed has been given back, and a flood has filled all that it fills.
 _SETTLE_SECONDS: Final = 2.0
 _AT_ONCE: Final = 64
+#: Files that are open besides, here and in the router.
+_SPARE_FILES: Final = 200
 
 
 def _request(prompt_bytes: int, *, stream: bool, user: bytes = b"") -> bytes:
@@ -121,11 +124,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="homing bench memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--idle", type=int, default=10_000, help="clients (default: 10000)")
-    parser.add_argument("--streams", type=int, default=1000, help="at once (default: 1000)")
-    parser.add_argument("--unread", type=int, default=50, help="clients that do not read (default: 50)")
+    parser.add_argument("--idle", type=whole(1), default=10_000, help="clients (default: 10000)")
+    parser.add_argument("--streams", type=whole(1), default=1000, help="at once (default: 1000)")
+    parser.add_argument("--unread", type=whole(1), default=50, help="clients that do not read (default: 50)")
     options = parser.parse_args(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clients = max(options.idle, options.streams, options.unread)
+    if most != resource.RLIM_INFINITY and clients + _SPARE_FILES > most:
+        raise CannotRun(f"{clients:,} clients are more than the {most:,} files that may be open (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # and of the processes started here
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(options.idle, options.streams, options.unread))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import shlex
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +25,8 @@ import httptools
 import uvloop
 
 from router.bench.proxy_parts import EVENTS
-from router.bench.running import PARTS, answers, process, processor_seconds, router, worker_url
+from router.bench.running import PARTS, CannotRun, answers, process, processor_seconds, router, worker_url
+from router.option_values import seconds, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +110,36 @@ async def _measure(port: int, pid: int, case: Case, seconds: float) -> float:
 
 
 @asynccontextmanager
-async def _peer(command: str, worker: str) -> AsyncIterator[tuple[int, int]]:
+async def _peer(name: str, command: str, worker: str) -> AsyncIterator[tuple[int, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     words = shlex.split(command.format(port=port, worker=worker))
-    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.DEVNULL)
     try:
-        await answers(port)
+        process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.DEVNULL)
+    except OSError as error:
+        raise CannotRun(f"{words[0]} cannot be run: {error.strerror or error}") from error
+    try:
+        await _until_ready(name, port, process)
         yield process.pid, port
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
+
+
+async def _until_ready(name: str, port: int, process: asyncio.subprocess.Process) -> None:
+    """Raises ``CannotRun`` for a peer that ends, or does not answer for a minute."""
+    ready, ended = asyncio.ensure_future(answers(port)), asyncio.ensure_future(process.wait())
+    await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
+    if not ready.done():
+        ready.cancel()
+        raise CannotRun(f"the peer {name} ended with status {process.returncode}")
+    try:
+        await ready
+    except TimeoutError as error:
+        raise CannotRun(f"the peer {name} does not answer on the port it was given") from error
 
 
 async def _run(seconds: float, runs: int, peers: dict[str, str]) -> None:
@@ -132,7 +152,7 @@ async def _run(seconds: float, runs: int, peers: dict[str, str]) -> None:
         rows = [("bare relay", relay_pid, relay_port), ("homing", router_pid, router_port)]
         found = await _table(rows, seconds, runs)
         for name, command in peers.items():
-            async with _peer(command, worker_url(ready)) as (pid, port):
+            async with _peer(name, command, worker_url(ready)) as (pid, port):
                 # The router once more beside each peer: machines change from minute to minute.
                 beside = await _table([("homing", router_pid, router_port), (name, pid, port)], seconds, runs)
                 found |= {(row, case): value for (row, case), value in beside.items() if row == name}
@@ -155,8 +175,22 @@ def _show(found: dict[tuple[str, str], float]) -> None:
     width = max(len(name) for name, _ in found)
     for name in dict.fromkeys(name for name, _ in found):
         values = ((case, found[name, case.name], found["bare relay", case.name]) for case in CASES)
-        cells = (f"{case.name} {value:8.1f} a {case.unit} ({value / floor:4.1f})" for case, value, floor in values)
+        cells = (
+            f"{case.name} {value:8.1f} a {case.unit} ({value / floor if floor else math.inf:4.1f})"
+            for case, value, floor in values
+        )
         print(f"{name:{width}}  " + "   ".join(cells))
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, command = text.partition("=")
+    try:
+        words = shlex.split(command.format(port=0, worker="http://127.0.0.1:0"))
+    except (LookupError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{command!r} is no command: {error}") from error
+    if not name or not words:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COMMAND")
+    return name, command
 
 
 def main(argv: Sequence[str]) -> int:
@@ -164,11 +198,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="homing bench proxy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (default: 3)")
-    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (default: 3)")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="may be repeated")
+    parser.add_argument("--seconds", type=seconds, default=3.0, help="of each measurement (default: 3)")
+    parser.add_argument("--runs", type=whole(1), default=3, help="medians are of so many (default: 3)")
+    parser.add_argument(
+        "--peer", action="append", type=_named, default=[], metavar="NAME=COMMAND", help="may be repeated"
+    )
     options = parser.parse_args(argv)
-    peers = dict(peer.split("=", 1) for peer in options.peer)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(options.seconds, options.runs, peers))
+        runner.run(_run(options.seconds, options.runs, dict(options.peer)))
     return 0

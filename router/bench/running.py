@@ -16,6 +16,10 @@ ROUTER: Final = (sys.executable, "-m", "router.cli", "router", "--admin-port", "
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
+class CannotRun(Exception):
+    """Something that a bench needs is not there. The message is a plain sentence."""
+
+
 @asynccontextmanager
 async def process(*command: str) -> AsyncIterator[tuple[int, str]]:
     """A running part: its process id and the line that says it is ready."""
