@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def check_events(argv: Sequence[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="print every request that was predicted wrongly")
     options = parser.parse_args(argv)
     try:
-        reports = [check(read_capture(*files)) for files in find_captures(options.files)]
+        captures = find_captures(options.files)
+        reports = _told_apart([check(read_capture(*files)) for files in captures], [frames for frames, _ in captures])
     except CaptureError as error:
         print(f"homing check-events: {error}", file=sys.stderr)
         return 1
@@ -61,6 +63,15 @@ def check_events(argv: Sequence[str]) -> int:
         for line in _lines(reports, is_verbose=options.verbose):
             print(line)
     return 0
+
+
+def _told_apart(reports: Sequence[Report], frames: Sequence[Path]) -> list[Report]:
+    """Captures of one name, from several folders, are named by their paths."""
+    count = Counter(report.name for report in reports)
+    return [
+        report if count[report.name] == 1 else replace(report, name=str(path.with_name(report.name)))
+        for report, path in zip(reports, frames, strict=True)
+    ]
 
 
 def _summary(reports: Sequence[Report]) -> dict[str, Any]:

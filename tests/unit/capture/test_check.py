@@ -103,6 +103,21 @@ def test_totals_and_each_file_are_printed_as_json(capsys: pytest.CaptureFixture[
     assert printed["files"][0]["groups"][0]["window_tokens"] == 64
 
 
+def test_captures_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two engines recorded under one name, each in its folder: neither hides the other."""
+    for folder, name in (("one", "tiny-gemma3-swa"), ("other", "sglang-tiny-qwen3")):
+        (tmp_path / folder).mkdir()
+        for suffix in (".jsonl.gz", ".requests.jsonl.gz"):
+            (tmp_path / folder / f"mine{suffix}").symlink_to(CAPTURES / f"{name}{suffix}")
+    one, other = (str(tmp_path / folder / "mine") for folder in ("one", "other"))
+
+    assert check_events(["--json", f"{one}.jsonl.gz", f"{other}.jsonl.gz", str(captured("tiny-qwen3"))]) == 0
+
+    printed = json.loads(capsys.readouterr().out)
+    assert [file["name"] for file in printed["files"]] == [one, other, "tiny-qwen3"]
+    assert {name: len(groups) for name, groups in printed["groups"].items()} == {one: 2, other: 1, "tiny-qwen3": 1}
+
+
 def test_a_lone_file_of_frames_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing can be judged, and nothing is counted as wrong."""
     lone = tmp_path / "lone.jsonl"
