@@ -13,7 +13,7 @@ T = TypeVar("T")
 def start(coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T | asyncio.Task[T]:
     """Run up to the first wait: the result, or a task that goes on from there. Raises what is raised before it.
 
-    What must know its task (``asyncio.timeout``) may only be used after the first wait.
+    What must know its task (``asyncio.timeout``, httpx) may only be used after the first wait: see ``in_task``.
     """
     try:
         awaited = coroutine.send(None)
@@ -21,6 +21,12 @@ def start(coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) ->
         result: T = stop.value
         return result
     return loop.create_task(_go_on(coroutine, awaited))
+
+
+async def in_task() -> None:
+    """A first wait, where there has been none: what follows is in a task. Futures and threads do without."""
+    if asyncio.current_task() is None:
+        await asyncio.sleep(0)
 
 
 @types.coroutine

@@ -1,7 +1,7 @@
 """Token ids asked of a worker, for models whose tokenizer is not to be had: ``POST /tokenize``, vLLM's and the shim's.
 
-It delays each request by a call, so it is a setting, and bounded: so many calls at once, so many seconds each, and
-after a failure none for a while. Prompts it cannot serve are keyed by their text.
+It delays each request by a call, so it is a setting, and bounded: so many calls at once, so many seconds each from the
+question to the last byte, and after a failure none for a while. Prompts it cannot serve are keyed by their text.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from typing import Final
 import httpx
 import msgspec
 
+from router.fleet.asking import Answer, ask
+from router.proxy import eager
 from router.wire.openai import InferenceRequest
 
 MAX_CALLS: Final = 16
 RETRY_SECONDS: Final = 10.0
 #: A body of more bytes a token than this, escapes and all, hardly holds a prompt that fits.
 USUAL_BYTES: Final = 16
+#: Of an answer: for each token that fits, and for what else it says. An id has seven digits.
+_TOKEN_BYTES: Final = 16
+_OTHER_BYTES: Final = 64 * 1024
+#: What a worker says of a request that it would refuse again, as it will when it is sent.
+_REFUSALS: Final = frozenset({400, 413, 422})
 #: What of a chat request decides its prompt.
 _CHAT_FIELDS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -56,20 +63,40 @@ class WorkerTokenizer:
             return None
         self._calls += 1
         try:
-            answer = await self._client.post(f"{url}/tokenize", content=question, timeout=self._timeout_seconds)
-            if answer.status_code < 500 and answer.status_code not in (404, 405, 429) and answer.is_error:
-                return None  # about this request, which the worker will refuse again
-            answer.raise_for_status()
-            return array("I", msgspec.json.decode(answer.content, type=_Tokens).tokens)
-        except (httpx.HTTPError, msgspec.DecodeError, OverflowError):
-            self._silent_until[model] = self._clock() + RETRY_SECONDS
-            return None
+            await eager.in_task()
+            answer: Answer | None = await ask(
+                self._client,
+                f"{url}/tokenize",
+                method="POST",
+                body=question,
+                most_bytes=_TOKEN_BYTES * most_tokens + _OTHER_BYTES,
+                seconds=self._timeout_seconds,
+                timeout_seconds=self._timeout_seconds,
+            )
+        except httpx.HTTPError:
+            answer = None
+        except (ValueError, RecursionError):
+            return None  # half a character, or nested too deep to be told on
         finally:
             self._calls -= 1
+        if answer is not None and (answer.status in _REFUSALS or not answer.is_whole):
+            return None
+        ids = _ids(answer.body) if answer is not None and answer.is_ok else None
+        if ids is None:
+            self._silent_until[model] = self._clock() + RETRY_SECONDS
+        return ids or None
 
 
-def _question(request: InferenceRequest, *, model: str) -> bytes | None:
-    """The body of the call; None for requests without one prompt, or nested too deep to be told on."""
+def _ids(body: bytes) -> array[int] | None:
+    """What an answer says; None where it does not."""
+    try:
+        return array("I", msgspec.json.decode(body, type=_Tokens).tokens)
+    except (msgspec.DecodeError, RecursionError, OverflowError):
+        return None
+
+
+def _question(request: InferenceRequest, *, model: str) -> dict[str, object] | None:
+    """The body of the call; None for requests without one prompt."""
     asked: dict[str, object] = {"model": model}
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1:
@@ -80,7 +107,4 @@ def _question(request: InferenceRequest, *, model: str) -> bytes | None:
         asked["prompt"] = prompt
     else:
         return None
-    try:
-        return msgspec.json.encode(asked)
-    except RecursionError:
-        return None
+    return asked

@@ -12,7 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: They start routers and shims as an operator does, and patch nothing.
-OF_PROCESSES = ("tests/integration/control/test_router_process.py", "tests/integration/control/test_router_reload.py")
+OF_PROCESSES = (
+    "tests/integration/control/test_router_process.py",
+    "tests/integration/control/test_router_reload.py",
+    "tests/integration/proxy/test_worker_tokenize_live.py",
+)
 #: mypyc and a C compiler take two minutes of a quiet core.
 BUILD_SECONDS = 1_200
 TEST_SECONDS = 600

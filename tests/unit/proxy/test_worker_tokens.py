@@ -82,7 +82,10 @@ async def test_what_decides_a_prompt_is_asked_and_nothing_else() -> None:
         answers(404, {"detail": "Not Found"}),
         answers(200, {"ids": [1]}),
         answers(200, {"tokens": [-1]}),
+        answers(401, {"error": {}}),
+        answers(302, {}),
         lambda _: httpx.Response(200, content=b"no json"),
+        lambda _: httpx.Response(200, content=b'{"tokens": [1], "more": ' + b"[" * 50_000),
     ],
 )
 async def test_a_worker_that_cannot_is_left_in_peace_for_a_while(answer: Handler) -> None:
@@ -96,9 +99,18 @@ async def test_a_worker_that_cannot_is_left_in_peace_for_a_while(answer: Handler
     assert len(worker.asked) == 2
 
 
-async def test_a_request_that_a_worker_refuses_silences_nobody() -> None:
-    """A 400 is about this prompt; the next is asked again."""
-    worker = Worker(answers(400, {"error": {}}))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answers(400, {"error": {}}),
+        answers(413, {}),
+        answers(200, {"tokens": []}),
+        answers(200, {"tokens": list(range(100_000, 100_000 + 20 * MOST))}),
+    ],
+)
+async def test_what_is_about_one_request_silences_nobody(answer: Handler) -> None:
+    """A refusal, an empty prompt, more than fits: the next is asked again."""
+    worker = Worker(answer)
     for _ in range(3):
         assert await worker.tokenizer.tokens(chat(), model="m", most_tokens=MOST) is None
     assert len(worker.asked) == 3
