@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -37,6 +37,7 @@ _MAX_BLOCK_TOKENS = 1 << 20
 _MAX_GROUPS = 64  # engines number theirs from 0; models have a handful
 _MAX_WINDOW_TOKENS = 1 << 31
 _MAX_HASH_BYTES = 64  # engines' have 32
+_SLICE_BYTES = 1 << 16
 _T = TypeVar("_T")
 
 
@@ -141,13 +142,40 @@ def tier_of(medium: str) -> str:
 # --- decoding -----------------------------------------------------------------------------------
 
 
-def decode_batch(payload: bytes) -> EventBatch:
+def decode_batch(payload: bytes | msgspec.Raw) -> EventBatch:
     """Decode one payload. Raises ``WireError`` on anything that is not an event batch."""
-    try:
-        raw = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not msgpack: {error}") from error
-    return _batch(raw)
+    steps = decode_in_slices(payload)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            batch: EventBatch = end.value
+            return batch
+
+
+def decode_in_slices(payload: bytes | msgspec.Raw) -> Generator[None, None, EventBatch]:
+    """The same, with a pause after each slice of a payload that is large."""
+    raw = _decoded(_RAW_LIST, payload)
+    if len(raw) < 2:
+        raise WireError("an event batch is [timestamp, [events], rank]")
+    timestamp, *tail = [_decoded(_ANY, part) for part in (raw[0], *raw[2:])]
+    rank, epoch, *_ = (*tail, None, None)
+    if not isinstance(timestamp, int | float) or not (rank is None or isinstance(rank, int)):
+        raise WireError("an event batch begins with a number and ends with a rank or nil")
+    events: list[Event] = []
+    size = 0
+    for part in _decoded(_RAW_LIST, raw[1]):
+        if size >= _SLICE_BYTES:
+            yield
+            size = 0
+        size += memoryview(part).nbytes
+        events.append(_event(_decoded(_ANY, part)))
+    return EventBatch(
+        timestamp=float(timestamp) if math.isfinite(timestamp) else 0.0,  # one that equals itself, as others do
+        events=tuple(events),
+        rank=rank,
+        epoch=epoch if isinstance(epoch, str) else None,
+    )
 
 
 def decode_sequence(frame: bytes) -> int:
@@ -159,13 +187,11 @@ def decode_sequence(frame: bytes) -> int:
 
 def decode_snapshot(body: bytes) -> Snapshot:
     """Decode the body of a shim's snapshot endpoint. Raises ``WireError``."""
-    try:
-        sequence, batch = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"not a snapshot: {error}") from error
+    parts = _decoded(_RAW_LIST, body)
+    sequence = _decoded(_ANY, parts[0]) if len(parts) == 2 else None
     if not isinstance(sequence, int) or sequence < -1:
-        raise WireError("snapshot without a sequence number")
-    return Snapshot(sequence=sequence, batch=_batch(batch))
+        raise WireError("not a snapshot: it is [sequence, batch]")
+    return Snapshot(sequence=sequence, batch=decode_batch(parts[1]))
 
 
 def decode_sources(body: Mapping[str, Any]) -> tuple[EventSource, ...]:
@@ -191,20 +217,15 @@ def decode_sources(body: Mapping[str, Any]) -> tuple[EventSource, ...]:
     return tuple(sorted(sources, key=lambda source: source.rank))
 
 
-def _batch(raw: object) -> EventBatch:
-    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
-        raise WireError("an event batch is [timestamp, [events], rank]")
-    timestamp, events = raw[0], raw[1]
-    rank = raw[2] if len(raw) > 2 else None
-    epoch = raw[3] if len(raw) > 3 else None
-    if not isinstance(timestamp, int | float) or not (rank is None or isinstance(rank, int)):
-        raise WireError("an event batch begins with a number and ends with a rank or nil")
-    return EventBatch(
-        timestamp=float(timestamp) if math.isfinite(timestamp) else 0.0,  # one that equals itself, as others do
-        events=tuple(_event(event) for event in events),
-        rank=rank,
-        epoch=epoch if isinstance(epoch, str) else None,
-    )
+_RAW_LIST: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ANY: Final = msgspec.msgpack.Decoder(Any)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], part: bytes | msgspec.Raw) -> _T:
+    try:
+        return decoder.decode(part)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not the msgpack of an event batch: {error}") from error
 
 
 #: In the order of vLLM's own classes, which have only ever been added to at their ends. Older releases send fewer.

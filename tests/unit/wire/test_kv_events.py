@@ -19,6 +19,7 @@ from router.wire.kv_events import (
     Snapshot,
     UnknownEvent,
     decode_batch,
+    decode_in_slices,
     decode_sequence,
     decode_snapshot,
     decode_sources,
@@ -223,6 +224,19 @@ def test_any_bytes_decode_or_raise_wire_error(payload: bytes) -> None:
     """No bytes crash the decoder."""
     with contextlib.suppress(WireError):
         decode_batch(payload)
+
+
+def test_a_large_payload_can_be_decoded_in_slices() -> None:
+    """Between them others have their turn. Damage in the last one is damage of all; a small payload needs no pause."""
+    raw = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1] * 64}
+    many = [{**raw, "block_size": 64}] * 4000
+    for events, least in ((many, 8), (many[:10], 0)):
+        payload = msgspec.msgpack.encode([1.0, events, 0])
+        assert sum(1 for _ in decode_in_slices(payload)) >= least
+        assert len(decode_batch(payload).events) == len(events)
+
+    with pytest.raises(WireError):
+        decode_batch(msgspec.msgpack.encode([1.0, [*many, raw], 0]))
 
 
 def test_the_shims_batch_is_a_vllm_batch_with_an_epoch() -> None:
