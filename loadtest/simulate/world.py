@@ -233,13 +233,12 @@ class World:
     def _asked(self, request: Request) -> Asked:
         self._hear()
         path = request.path
-        home = None
+        home = parent_home = None
         stored, reusable = self._known_tokens(request)
         if request.session is not None:
             home = self._sessions.home(MODEL, request.session, now=self.now, held=reusable)
-        loadable = {}
-        if self.scenario.host_ratio:
-            loadable = {slot: self._tokens(blocks, request) for slot, blocks in loadable_blocks(path).items()}
+            parent_home = self._sessions.parent_home(MODEL, request.session, now=self.now)
+        lower = loadable_blocks(path) if self.scenario.host_ratio else {}
         return Asked(
             model=MODEL,
             prompt_tokens=request.prompt_tokens,
@@ -247,9 +246,11 @@ class World:
             reusable_tokens=reusable,
             session=request.session,
             home=home,
-            loadable_tokens=loadable,
+            loadable_tokens={slot: self._tokens(blocks, request) for slot, blocks in lower.items()},
             return_ratio=self._sessions.returns.ratio(MODEL),
             stored_tokens=stored,
+            at_home=self._sessions.at_home,
+            parent_home=parent_home,
             sent_tokens={slot: self._tokens(blocks, request) for slot, blocks in sent_blocks(path).items()},
             last_slot=next((run.last for run, _ in reversed(path) if run.last is not None), None),
         )

@@ -271,6 +271,8 @@ class SessionTable:
         self.returns = Returns()
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
+        #: Sessions at home on each slot, by the rank that served them last; subagents are not counted.
+        self.at_home: dict[int, int] = {}
         self._bindings: OrderedDict[Conversation, Binding] = OrderedDict()
         self._tenures: dict[int, Tenure] = {}
 
@@ -296,6 +298,10 @@ class SessionTable:
             return max(slots, key=lambda slot: held.get(slot, 0))
         return slots[0] if slots else None
 
+    def parent_home(self, model: str, key: SessionKey, *, now: float) -> int | None:
+        """The home of the one whose subagent it is, if it is one and tells."""
+        return self.home(model, key._replace(agent=""), now=now) if key.agent not in ("", _CHILD) else None
+
     def is_beginning(self, model: str, key: SessionKey) -> bool:
         """Requests of the session are on their way, and none has been answered yet."""
         binding = self._bound((model, key))
@@ -307,7 +313,7 @@ class SessionTable:
         binding = self._bound(conversation)
         if binding is None:
             binding = self._bind(conversation, slot, used_at=now, now=now)
-        binding.serve(self._tenure(slot))
+        self._serve(key, binding, slot)
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end(conversation)
@@ -333,12 +339,13 @@ class SessionTable:
         if binding is None:
             self._bind((model, key), slot, used_at=used_at, now=now)
         elif used_at > binding.used_at:
-            binding.serve(self._tenure(slot))
+            self._serve(key, binding, slot)
             binding.used_at = used_at
             self._bindings.move_to_end((model, key))
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: it is nobody's home."""
+        self.at_home.pop(slot, None)
         if (tenure := self._tenures.pop(slot, None)) is not None:
             tenure.is_over = True
 
@@ -347,6 +354,19 @@ class SessionTable:
         if tenure is None:
             tenure = self._tenures[slot] = Tenure(slot)
         return tenure
+
+    def _serve(self, key: SessionKey, binding: Binding, slot: int) -> None:
+        """The next request goes to the slot's rank."""
+        tenure = self._tenure(slot)
+        if tenure is not binding.homes[0]:
+            self._count(key, binding, -1)
+            binding.serve(tenure)
+            self._count(key, binding, 1)
+
+    def _count(self, key: SessionKey, binding: Binding, more: int) -> None:
+        home = binding.homes[0]
+        if not key.agent and not home.is_over:
+            self.at_home[home.slot] = self.at_home.get(home.slot, 0) + more
 
     def _bound(self, conversation: Conversation) -> Binding | None:
         """The binding, if it is to a rank that is there."""
@@ -360,6 +380,7 @@ class SessionTable:
         self._bindings.pop(conversation, None)
         self._make_room(now)
         binding = self._bindings[conversation] = Binding((self._tenure(slot),), used_at)
+        self._count(conversation[1], binding, 1)
         return binding
 
     def _make_room(self, now: float) -> None:
@@ -371,5 +392,6 @@ class SessionTable:
                 self._bindings.move_to_end(key)  # in use at this moment
             elif not binding.inflight and (full or now - binding.used_at > self.idle_seconds):
                 del self._bindings[key]
+                self._count(key[1], binding, -1)
             else:
                 return

@@ -217,6 +217,8 @@ class RouteRequest(Frozen, frozen=True):
     ``stored_tokens[slot]`` is the prefix that full attention finds on that rank, of which other kinds of layers may let
     less be reused. Told of conversations without a home (absent: no more than is reusable).
     ``common_tokens`` of the prompt are of other conversations as well (None: not known).
+    ``at_home[slot]`` are the sessions at home on that rank (absent: none).
+    ``parent_home`` is the slot of the rank that its parent is at home on, if it has one.
     """
 
     model: str
@@ -235,6 +237,8 @@ class RouteRequest(Frozen, frozen=True):
     charged_elsewhere: Mapping[int, int] = msgspec.field(default_factory=dict)
     stored_tokens: Mapping[int, int] = msgspec.field(default_factory=dict)
     common_tokens: int | None = None
+    at_home: Mapping[int, int] = msgspec.field(default_factory=dict)
+    parent_home: int | None = None
 
 
 class Price(NamedTuple):

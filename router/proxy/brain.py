@@ -314,7 +314,7 @@ class RouterBrain(Models):
         model, session = prepared.model, prepared.session
         self._promises.expire(now)
         reusable = knowledge.reusable(prepared)
-        home = prefill_home = None
+        home = prefill_home = parent_home = None
         is_beginning = False
         charged_elsewhere: Mapping[int, int] = {}
         common_tokens: int | None = None
@@ -326,6 +326,7 @@ class RouterBrain(Models):
                 prefill_home = knowledge.home(prepared, computing, prefill_home)
             home = knowledge.home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
+            parent_home = fleet.sessions.parent_home(model, session, now=now)
             if self._holding is not None and fleet.shared.is_shared:
                 charged_elsewhere = self._holding.charged_elsewhere(model, session)
             if self._holding is not None and len(reusable) > 1 and prepared.tokens is not None:
@@ -347,6 +348,8 @@ class RouterBrain(Models):
             charged_elsewhere=charged_elsewhere,
             stored_tokens=knowledge.stored(prepared) if home is None and session is not None else {},
             common_tokens=common_tokens,
+            at_home={**fleet.sessions.at_home, **fleet.prompts.at_home} if self.makes_pairs else fleet.sessions.at_home,
+            parent_home=parent_home,
         )
 
     def _note(self, lease: Lease, request: RouteRequest, *, failing: frozenset[int], now: float) -> None:
