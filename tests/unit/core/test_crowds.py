@@ -1,0 +1,117 @@
+"""What is shared pulls nobody where everybody is, and children leave room for their parent."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from router.core.cost import CostParameters, prices
+from router.core.load import LoadBook
+from router.core.policy import make_policy
+from router.core.session import SessionTable
+from router.core.types import FleetView, RankPace, RankView, Residency, RouteRequest, SessionKey
+from tests.fakes.rank_views import rank_view
+
+PACE = RankPace(token_seconds=0.001, attention_seconds=0.0)
+CHILD, PARENT = SessionKey("t", "s", "reader-1"), SessionKey("t", "s")
+
+
+def ranks(count: int, **fields: object) -> list[RankView]:
+    return [rank_view(slot, pace=PACE, **fields) for slot in range(count)]
+
+
+def asked(**fields: object) -> RouteRequest:
+    plain: dict[str, object] = {"model": "m", "prompt_tokens": 1000, "output_tokens": 10, "session": PARENT}
+    return RouteRequest(**plain | fields)  # type: ignore[arg-type]
+
+
+def test_sessions_that_begin_one_by_one_with_one_head_are_spread() -> None:
+    """Each one's turns are short and over before the next comes, so that no rank is ever busy: by the head alone all
+    would go to the first one's rank, and queue there on the day when all ask for more.
+    """
+    book, table, rng = LoadBook(), SessionTable(max_sessions=1000, idle_seconds=3600), random.Random(3)
+    views = [rank_view(slot, pace=PACE, load=book.load(slot)) for slot in range(8)]
+    policy, held = make_policy("affinity", CostParameters()), dict[int, int]()
+    homes: Counter[int] = Counter()
+    for number in range(24):
+        now, session = 100.0 * number, SessionKey("t", f"s{number}")
+        decision = policy(
+            FleetView(tuple(views)),
+            asked(session=session, reusable_tokens=dict(held), at_home=table.at_home),
+            rng,
+            now,
+        )
+        assert decision is not None
+        table.finish("m", session, table.start("m", session, slot=decision.slot, now=now), now=now)
+        held[decision.slot] = 950
+        homes[decision.slot] += 1
+
+    assert max(homes.values()) <= 8
+    assert len(homes) >= 4
+
+
+@pytest.mark.parametrize(
+    ("at_home", "return_ratio", "move_seconds"),
+    [
+        ({}, 1.0, 0.675),  # three fourths of the head's 0.9 s are not credited
+        ({0: 3}, 1.0, 0.675),  # a few more than elsewhere follow the first
+        ({0: 5}, 1.0, 0.9),  # a crowd: the mean is 1.25 on four ranks
+        ({0: 40, 1: 40, 2: 30, 3: 30}, 1.0, 0.675),  # where all are, there is no crowd
+        ({0: 5}, 0.0, 0.0),  # who does not come back adds to none
+        ({0: 5}, 0.5, 0.45),
+    ],
+)
+def test_a_head_counts_for_nothing_in_a_crowd(
+    at_home: dict[int, int], return_ratio: float, move_seconds: float
+) -> None:
+    """For a conversation that begins; 900 of its 1,000 tokens are on rank 0."""
+    request = asked(reusable_tokens={0: 900}, at_home=at_home, return_ratio=return_ratio)
+    first = prices(ranks(4), request, home=None, parameters=CostParameters(), now=0.0)[0]
+
+    assert first.move_seconds == pytest.approx(move_seconds)
+
+
+def test_what_a_child_pushes_out_of_its_parents_rank_is_wanted_back() -> None:
+    """All of it, instead of half: both ranks are full."""
+    request = asked(session=CHILD, parent_home=1)
+    full = ranks(2, pool_tokens=5000, residency=Residency(5000))
+    found = prices(full, request, home=None, parameters=CostParameters(), now=0.0)
+
+    assert [price.evict_seconds for price in found] == pytest.approx([0.5 * 1.01, 1.01])
+
+
+def test_a_subagent_knows_its_parents_home() -> None:
+    """One that says no more than that it has a parent does not tell whose."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    table.start("m", PARENT, slot=3, now=0)
+
+    assert table.parent_home("m", CHILD, now=1) == 3
+    assert table.parent_home("m", PARENT, now=1) is None
+    assert table.parent_home("m", SessionKey("t", "s", "child"), now=1) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sessions_at_home_are_counted(seed: int) -> None:
+    """Through moves, idleness, a full table, ranks that leave and others in their slots; children not at all."""
+    rng = random.Random(seed)
+    table = SessionTable(max_sessions=20, idle_seconds=50)
+    running = []
+    for now in range(800):
+        slot, key = rng.randrange(6), SessionKey("t", f"s{rng.randrange(40)}", rng.choice(["", "", "", "child"]))
+        match rng.randrange(8):
+            case 0:
+                table.forget_slot(slot)
+            case 1:
+                table.adopt("m", key, slot=slot, used_at=now - rng.randrange(3), now=now)
+            case 2 | 3 if running:
+                table.finish("m", *running.pop(rng.randrange(len(running))), now=now)
+            case _:
+                running.append((key, table.start("m", key, slot=slot, now=now)))
+        counted = Counter(
+            binding.homes[0].slot
+            for (_, session), binding in table.recent()
+            if not session.agent and not binding.homes[0].is_over
+        )
+        assert {slot: count for slot, count in table.at_home.items() if count} == counted
