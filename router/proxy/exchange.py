@@ -122,18 +122,28 @@ class Exchange:
             self.stage.give_up(error, outcome)
 
     def comment_every(self, seconds: float, position: Callable[[], int | None]) -> None:
-        """Until the answer comes, keep a stream open with comments, so that nothing on the way cuts it for silence."""
+        """Until the answer comes, keep a stream open with comments, so that nothing on the way cuts it for silence.
+
+        ``position`` is its place in the queue, None once it waits there no more.
+        """
+        self.stop_comments()  # of the time before, if it waits once more
         self._ticking = self.client.loop.call_later(seconds, self._comment, seconds, position)
 
     def _comment(self, seconds: float, position: Callable[[], int | None]) -> None:
-        client = self.client
-        if not client.begun:
+        place = position()
+        if place is not None:
+            self._open_stream()
+            self.client.write(b": waiting, position %d\n\n" % place)
+        elif self.is_held_open:  # else it may still have a status of its own
+            self.client.write(b": waiting for the answer\n\n")
+        self.comment_every(seconds, position)
+
+    def _open_stream(self) -> None:
+        if not self.client.begun:
             self.is_held_open = True
             self.status = 200
             lines = b"content-type: text/event-stream\r\ncache-control: no-cache\r\n" + self.id_line
-            client.start(b"HTTP/1.1 200 OK\r\n", lines, has_length=False)
-        client.write(b": waiting, position %d\n\n" % (position() or 0))
-        self.comment_every(seconds, position)
+            self.client.start(b"HTTP/1.1 200 OK\r\n", lines, has_length=False)
 
     def stop_comments(self) -> None:
         """The answer comes."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 from router.settings import QueueSettings, RoutingSettings
-from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Script, answer, chunk, event, stream_head
+from tests.fakes.fault_worker import OK, OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
 from tests.fakes.fleet_rig import ASK, FleetRig
 from tests.fakes.proxy_rig import Client, until
 
@@ -25,11 +25,19 @@ def _big(session: int) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def _full(*scripts: Script, **queue: float) -> AsyncIterator[tuple[FleetRig, FaultWorker]]:
+async def _full(
+    *scripts: Script, first_byte_seconds: float = 0.2, **queue: float
+) -> AsyncIterator[tuple[FleetRig, FaultWorker]]:
     """One rank, whose pool is taken by the conversation of session 0. ``scripts`` are played from then on."""
     routing = RoutingSettings(admission="guarded")
     async with FaultWorker([OK, *(scripts or (OK,))]) as worker:
-        world = FleetRig(worker.port, routing=routing, queue=QueueSettings(**queue), pool_tokens=POOL_TOKENS)
+        world = FleetRig(
+            worker.port,
+            routing=routing,
+            queue=QueueSettings(**queue),
+            pool_tokens=POOL_TOKENS,
+            first_byte_seconds=first_byte_seconds,
+        )
         await world.start()
         try:
             assert (await world.ask(0, **_big(0))).status == 200
@@ -179,6 +187,64 @@ async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
         decided = next(part for part in answer_.body.split(b"\n\n") if b"x-homing-worker" in part)
         assert b"\n: x-homing-worker: w1\n: x-homing-rank: 0\n" in b"\n" + decided + b"\n"
         assert list(_events(answer_.body)) == [DELTA.strip(), b"data: [DONE]"]
+        await client.close()
+
+
+async def test_a_stream_that_is_held_no_more_is_told_of_no_place_in_the_queue() -> None:
+    """While the rank that had room computes, comments keep the stream open; they do not name a place."""
+    async with (
+        _full(comment_seconds=0.02, first_byte_seconds=5) as (world, _),
+        FaultWorker([(0.3, *STREAM)]) as other,
+    ):
+        client = await _held(world, 1, stream=True)
+        await client.head()
+        assert await client.piece() == b": waiting, position 1\n\n"
+        world.add_rank(other.port)
+        async with asyncio.timeout(3):
+            while b"position" in (piece := await client.piece() or b""):
+                pass
+            assert piece == b": waiting for the answer\n\n"
+            rest = b""
+            while (piece := await client.piece()) is not None:
+                rest += piece
+        assert b"position" not in rest
+        assert list(_events(rest)) == [DELTA.strip(), b"data: [DONE]"]
+        await client.close()
+
+
+async def test_a_stream_that_was_never_open_is_not_opened_once_it_is_held_no_more() -> None:
+    """Its status is still to come, and is the worker's."""
+    async with (
+        _full(comment_seconds=2, first_byte_seconds=5) as (world, _),
+        FaultWorker([(2.0, answer(400, TOO_LONG))]) as other,
+    ):
+        client = await _held(world, 1, stream=True)
+        world.add_rank(other.port)
+        async with asyncio.timeout(6):  # the rank is seen within a second, before the first comment
+            answer_ = await client.answer()
+        assert (answer_.status, answer_.body) == (400, TOO_LONG)
+        await client.close()
+
+
+async def test_who_is_held_twice_gets_its_comments_once() -> None:
+    """The rank that had room fails without a word. Nothing is said in between once the answer has begun."""
+    slow: Script = (stream_head(), *(step for _ in range(5) for step in (chunk(DELTA), 0.05)), *STREAM[2:])
+    async with (
+        _full(comment_seconds=0.02) as (world, _),
+        FaultWorker([(0.1, Move.RESET)]) as failing,
+        FaultWorker([slow]) as other,
+    ):
+        client = await _held(world, 1, stream=True)
+        world.add_rank(failing.port)
+        await until(lambda: len(failing.requests) == 1, seconds=3)
+        await until(lambda: world.count("homing_admission_held_requests") == 1)
+        world.add_rank(other.port)
+        async with asyncio.timeout(4):
+            answer_ = await client.answer()
+        assert answer_.complete
+        _, _, said = answer_.body.partition(b"x-homing-worker")
+        assert b"waiting" not in said
+        assert list(_events(b": " + said)) == [*(5 * [DELTA.strip()]), b"data: [DONE]"]
         await client.close()
 
 
