@@ -82,6 +82,17 @@ def test_what_a_lower_tier_holds_is_warm() -> None:
     assert isinstance(desk.offer(ask("c", 400, loadable={0: 279})), Hold)
 
 
+def test_what_is_wholly_cached_counts_in_full_beside_all_that_is_charged() -> None:
+    """The same prompt under a new name: 400 of it, 150 of a subagent and 500 more are 1.05 of the pool, 501 are not."""
+    desk = Desk(fleet(1))
+    desk.turn(ask("a", 400))
+    desk.turn(ask("a", 150, agent="helper"))
+    assert isinstance(desk.offer(ask("waits", 500)), Hold)
+
+    assert desk.offer(ask("b", 500, cached={0: 500})) == Admit(Passage.WARM, frozenset({0}))
+    assert isinstance(desk.offer(ask("c", 501, cached={0: 501})), Hold)
+
+
 def test_the_queue_is_strictly_first_come_first_served() -> None:
     """A small request that would fit waits behind a large one that does not; when that gives up, it goes."""
     desk = Desk(fleet(1))
