@@ -6,8 +6,8 @@ This module moves bytes and keeps time; what to do about a gap or a restart is d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import zmq
@@ -41,13 +41,14 @@ from router.core.continuity_types import (
 )
 from router.core.types import RankId
 from router.errors import WireError, WorkerError
+from router.fleet.reactions import Reactions, slices
 from router.telemetry.metrics import Metrics
 from router.wire.kv_events import (
     REPLAY_END,
     EventBatch,
     EventSource,
     Snapshot,
-    decode_batch,
+    decode_in_slices,
     decode_sequence,
     encode_sequence,
 )
@@ -57,16 +58,21 @@ _LOG_EVERY_SECONDS: Final = 60.0
 #: Clocks that are further apart than this say nothing of how late an event is.
 _MOST_LAG_SECONDS: Final = 3600.0
 _YIELD_EVERY_MESSAGES: Final = 64
+#: So many damaged messages are known again when a replay brings them.
+_MOST_DAMAGED: Final = 1024
 #: The publisher learns of a subscription a moment after the handshake; an answer must not be older than that.
 _SUBSCRIBE_SECONDS: Final = 0.05
 
 
 class Picture(Protocol):
-    """Where a rank's events go: the fleet's index. False: the picture is gone and must be told from its start."""
+    """Where a rank's events go: the fleet's index. False: the picture is gone and must be told from its start.
 
-    def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool: ...
+    ``is_last``: there is no more of the batch; else it comes next.
+    """
+
+    def apply(self, slot: int, batch: EventBatch, *, now: float, is_last: bool) -> bool: ...
     def clear(self, slot: int, cause: str) -> None: ...
-    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> bool: ...
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float, is_last: bool) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,8 @@ class EventStream:
         self._again_pause = 0.0  # between asks at least; longer with each answer that contradicts itself
         self._last_log_at: dict[str, float] = {}  # by what the line is about
         self._last_failure_at = -1e9
+        self._damaged: dict[tuple[int, int], None] = {}  # sequences and hashes of payloads that were counted
+        self._reactions = Reactions(self._react)
 
     async def run(self) -> None:
         """Follow the stream until cancelled; return at once from an endpoint that is none."""
@@ -162,7 +170,8 @@ class EventStream:
         while True:
             frames = await subscriber.recv_multipart()
             self._metrics.event_batches.labels(*self._labels).inc()
-            self._feed(self._decode_live(frames))
+            self._feed(await self._decode_live(frames))
+            await self._reactions.over()
             self._stirred.set()
             received += 1
             if received % _YIELD_EVERY_MESSAGES == 0:
@@ -201,19 +210,39 @@ class EventStream:
             else:
                 pause = self._times.check_quiet
 
-    def _decode_live(self, frames: list[bytes]) -> Event:
-        sequence: int | None = None
+    async def _decode_live(self, frames: list[bytes]) -> Event:
         try:
             if len(frames) != 3:
                 raise WireError(f"a message of {len(frames)} frames, expected 3")
             sequence = decode_sequence(frames[1])
-            batch = decode_batch(frames[2])
         except WireError as error:
             self._count_damage(error)
+            return Damaged(None)
+        batch = await self._decode(sequence, frames[2])
+        if batch is None:
             return Damaged(sequence)
         lag_seconds = self._wall_clock() - batch.timestamp
         self._metrics.event_lag.observe(min(max(0.0, lag_seconds), _MOST_LAG_SECONDS))
         return Message(sequence, batch)
+
+    async def _decode(self, sequence: int, payload: bytes) -> EventBatch | None:
+        """The batch; None where it is damaged, which is counted once however often it is replayed."""
+        steps = decode_in_slices(payload)
+        try:
+            while True:
+                next(steps)
+                await asyncio.sleep(0)
+        except StopIteration as end:
+            batch: EventBatch = end.value
+            return batch
+        except WireError as error:
+            known = sequence, hash(payload)
+            if known not in self._damaged:
+                self._count_damage(error)
+                self._damaged[known] = None
+                if len(self._damaged) > _MOST_DAMAGED:
+                    del self._damaged[next(iter(self._damaged))]
+            return None
 
     def _count_damage(self, error: Exception) -> None:
         self._metrics.event_damage.labels(*self._labels).inc()
@@ -231,14 +260,16 @@ class EventStream:
     # --- deciding and doing ----------------------------------------------------------------------------
 
     def _feed(self, event: Event) -> None:
+        assert self._tasks is not None, "there are events only while the stream runs"
+        self._reactions.add(event, self._tasks)
+
+    def _react(self, event: Event) -> Iterator[None]:
         self._state, actions = advance(self._state, event)
-        if self._state.phase is Phase.LIVE:
-            self.is_synchronized.set()
         discarded: Cause | None = None
         for action in actions:
             match action:
                 case Apply() | Load():
-                    discarded = self._bring_in(action, is_live=isinstance(event, Message)) or discarded
+                    discarded = (yield from self._bring_in(action, is_live=isinstance(event, Message))) or discarded
                 case Clear(cause):
                     if self._is_log_due(f"clear {cause}"):
                         self._log.info("cache picture thrown away", cause=str(cause))
@@ -252,30 +283,39 @@ class EventStream:
         if discarded is not None:
             if not isinstance(event, Message):  # what was asked for contradicts itself, and may do so again
                 self._again_pause = min(max(2 * self._again_pause, self._times.check_quiet), self._times.check_every)
-            self._feed(Discarded(discarded))
+            yield from self._react(Discarded(discarded))
         elif any(isinstance(action, Load) or action == ReplayDone(ReplayResult.WHOLE) for action in actions):
             self._again_pause = 0.0
+        if self._state.phase is Phase.LIVE:
+            self.is_synchronized.set()
 
-    def _bring_in(self, action: Apply | Load, *, is_live: bool) -> Cause | None:
+    def _bring_in(self, action: Apply | Load, *, is_live: bool) -> Generator[None, None, Cause | None]:
         """Why the picture must be told anew, if it must. A live message that cannot be applied is as good as damaged.
 
         What cannot be applied of an answer would come no better a second time, nor what fails time and again: behind it
         the picture goes on empty.
         """
-        now = self._clock()
-        try:
-            if isinstance(action, Apply):
-                is_kept = self._picture.apply(self._slot, action.batch, now=now)
-            else:
-                is_kept = self._picture.load_snapshot(self._slot, action.snapshot, now=now)
-        except Exception as error:  # noqa: BLE001 - the boundary: what one worker says must not end the router
-            self._count_damage(error)
-            if is_live and now - self._last_failure_at >= self._times.check_every:
-                self._last_failure_at = now
-                return Cause.DAMAGE
-            self._picture.clear(self._slot, Cause.DAMAGE)
-            return None
-        return None if is_kept else Cause.LAYOUT
+        snapshot = action.snapshot if isinstance(action, Load) else None
+        for part, is_last in slices(action.batch if isinstance(action, Apply) else action.snapshot.batch):
+            now = self._clock()
+            try:
+                if snapshot is None:
+                    is_kept = self._picture.apply(self._slot, part, now=now, is_last=is_last)
+                else:
+                    first, snapshot = replace(snapshot, batch=part), None
+                    is_kept = self._picture.load_snapshot(self._slot, first, now=now, is_last=is_last)
+            except Exception as error:  # noqa: BLE001 - the boundary: what one worker says must not end the router
+                self._count_damage(error)
+                if is_live and now - self._last_failure_at >= self._times.check_every:
+                    self._last_failure_at = now
+                    return Cause.DAMAGE
+                self._picture.clear(self._slot, Cause.DAMAGE)
+                return None
+            if not is_kept:
+                return Cause.LAYOUT
+            if not is_last:
+                yield
+        return None
 
     def _start(self, ask: AskReplay | AskSnapshot) -> None:
         assert self._tasks is not None, "the machine asks only while the stream runs"
@@ -321,15 +361,11 @@ class EventStream:
                     self._feed(ReplayEnd(ask.ticket))
                     return
                 sequence = decode_sequence(frames[-2])
-                self._feed(self._decode_part(ask, sequence, frames[-1]))
+                batch = await self._decode(sequence, frames[-1])
+                part = Damaged(sequence, ask.ticket) if batch is None else ReplayPart(ask.ticket, sequence, batch)
+                self._feed(part)
+                await self._reactions.over()
                 if number % _YIELD_EVERY_MESSAGES == 0:
                     await asyncio.sleep(0)
         finally:
             dealer.close()
-
-    def _decode_part(self, ask: AskReplay, sequence: int, payload: bytes) -> Event:
-        try:
-            return ReplayPart(ask.ticket, sequence, decode_batch(payload))
-        except WireError as error:
-            self._count_damage(error)
-            return Damaged(sequence, ask.ticket)

@@ -242,15 +242,15 @@ class Fleet:
 
     # --- cache events -------------------------------------------------------------------------------
 
-    def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:
-        """Bring a rank's events into its index.
+    def apply(self, slot: int, batch: EventBatch, *, now: float, is_last: bool = True) -> bool:
+        """Bring a rank's events into its index. Unless it ``is_last``, more of the batch follows.
 
         False: a group with smaller blocks turned up, or one that is not what it was, so the picture so far was thrown
         away and the rank's events must be read again from their start.
         """
         member = self._members[slot]
         if slot in self._held:
-            return self._apply_held(member, batch, now=now)
+            return self._apply_held(member, batch, now=now, is_last=is_last)
         whole = True
         unit_tokens = math.gcd(
             member.block_tokens or 0,
@@ -271,7 +271,8 @@ class Fleet:
             if member.index is not None:
                 member.index.apply(slot, event)
         if member.index is not None:
-            member.index.end_batch(slot)
+            if is_last:
+                member.index.end_batch(slot)
             whole = not member.index.was_contradicted(slot) and whole
         self._indexes.tidy()
         if AllBlocksCleared.__name__ in counts:
@@ -295,18 +296,18 @@ class Fleet:
             self.clear(slot, "reset")
             self._held[slot] = HeldBack(self.clock() + CLEAR_SECONDS)
 
-    def _apply_held(self, member: Member, batch: EventBatch, *, now: float) -> bool:
+    def _apply_held(self, member: Member, batch: EventBatch, *, now: float, is_last: bool) -> bool:
         held = self._held[member.slot]
         places = [place for place, event in enumerate(batch.events) if isinstance(event, AllBlocksCleared)]
         if places:
             held.batches.clear()
             batch = replace(batch, events=batch.events[places[-1] :])
-        held.batches.append(batch)
+        held.batches.append((batch, is_last))
         return self._believe(member.slot, now=now) if places or now >= held.until else True
 
     def _believe(self, slot: int, *, now: float) -> bool:
         """What was held back counts after all. Returns as ``apply`` does."""
-        outcomes = [self.apply(slot, each, now=now) for each in self._held.pop(slot).batches]
+        outcomes = [self.apply(slot, each, now=now, is_last=is_last) for each, is_last in self._held.pop(slot).batches]
         return all(outcomes)
 
     def clear(self, slot: int, cause: str) -> None:
@@ -321,12 +322,12 @@ class Fleet:
         self._metrics.resyncs.labels(*member.labels, cause).inc()
         self._measure(member)
 
-    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> bool:
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float, is_last: bool = True) -> bool:
         """Replace a rank's picture by what the rank itself says it holds. Returns as ``apply`` does."""
         member = self._members[slot]
         if member.index is not None:
             member.index.clear(slot)
-        return self.apply(slot, snapshot.batch, now=now)
+        return self.apply(slot, snapshot.batch, now=now, is_last=is_last)
 
     def _join_index(self, member: Member, block_tokens: int) -> None:
         groups: Sequence[BlockStored] = ()

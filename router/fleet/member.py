@@ -28,10 +28,12 @@ DEAF_EVENTS = 16
 
 @dataclass(slots=True)
 class HeldBack:
-    """Events that came after a reset, but perhaps from before it: until the engine's own clear, or ``until``."""
+    """Events that came after a reset, but perhaps from before it: until the engine's own clear, or ``until``. Of each
+    part of a batch, whether it is the last.
+    """
 
     until: float
-    batches: list[EventBatch] = field(default_factory=list)
+    batches: list[tuple[EventBatch, bool]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

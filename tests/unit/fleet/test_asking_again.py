@@ -32,7 +32,7 @@ class Picture:
         self.blocks: set[int | bytes | str] = set()
         self.cleared_at: list[float] = []
 
-    def apply(self, slot: int, batch: EventBatch, *, now: float) -> bool:
+    def apply(self, slot: int, batch: EventBatch, *, now: float, is_last: bool) -> bool:
         self.blocks.update(event.hashes[0] for event in batch.events if isinstance(event, BlockStored))
         return not (self.is_fussy and 2 in self.blocks)
 
@@ -40,7 +40,7 @@ class Picture:
         self.blocks.clear()
         self.cleared_at.append(asyncio.get_running_loop().time())
 
-    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float) -> bool:
+    def load_snapshot(self, slot: int, snapshot: Snapshot, *, now: float, is_last: bool) -> bool:
         return not self.is_fussy
 
     async def cleared(self, times: int) -> list[float]:
