@@ -7,7 +7,7 @@ hashes are mapped onto places in the chains.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 
@@ -300,6 +300,13 @@ class Blocks:
         """Whether any rank holds a block, on whatever tier and in whatever group."""
         return self._runs.is_held(place) or ((key := self._runs.key(place)) is not None and self._is_sparse(key))
 
+    def _unheld(self, places: Sequence[int]) -> Collection[int]:
+        """Those of which that is not so."""
+        gone = self._runs.unheld(places)
+        if self._sparse:
+            gone = {each for each in gone if (key := self._runs.key(each)) is None or not self._is_sparse(key)}
+        return gone
+
     def _has_place(self, slot: int, place: int) -> bool:
         """Whether a rank holds a block, on whatever tier and in whatever group."""
         key = self._runs.key(place)
@@ -355,7 +362,7 @@ class Blocks:
         forgotten = self._forgotten
         own = [rank.names.own for rank in self._ranks.values() if rank.names.own is not None]
         for names in (*self._names.values(), *own):
-            yield from names.sweep(is_held=self._is_held, is_sparse=self._is_sparse)
+            yield from names.sweep(unheld=self._unheld, is_sparse=self._is_sparse)
         for chains in list(self._chains.values()):
             yield from self._let_go_of(chains, chains.runs())
         if self.namespaces:

@@ -8,7 +8,7 @@ events changes what other ranks' names mean, and its names go with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.core.runs import Runs
@@ -52,13 +52,23 @@ class NameTable:
         """Nobody holds the block at a place any more."""
         self._set_places(name, [each for each in self.all_places(name) if each != place])
 
-    def sweep(self, *, is_held: Callable[[int], bool], is_sparse: Callable[[int], bool]) -> Iterator[None]:
-        """Let go of names whose block nobody holds, a few at a time: by place, and by key."""
+    def sweep(
+        self, *, unheld: Callable[[Sequence[int]], Collection[int]], is_sparse: Callable[[int], bool]
+    ) -> Iterator[None]:
+        """Let go of names whose block nobody holds, a few at a time. ``unheld`` says of which places that is so, and
+        ``is_sparse`` of a key whether it is not.
+        """
         names, place = list(self.places), self.places.get
         for start in range(0, len(names), _AT_ONCE):
             known = [(name, at) for name in names[start : start + _AT_ONCE] if (at := place(name)) is not None]
-            for name in [name for name, at in known if name in self.others or not is_held(at)]:
-                self._set_places(name, [each for each in self.all_places(name) if is_held(each)])
+            gone = unheld([at for _, at in known])
+            for name, at in known:
+                if name in self.others:
+                    places = self.all_places(name)
+                    lost = unheld(places)
+                    self._set_places(name, [each for each in places if each not in lost])
+                elif at in gone:
+                    del self.places[name]
             yield
         strays = list(self.strays)
         for start in range(0, len(strays), _AT_ONCE):

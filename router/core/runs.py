@@ -100,6 +100,19 @@ class Runs:
         run, at = self.at(place)
         return run is not None and any(holders.any_holds(at, beside=slot) for holders in run.all_holders())
 
+    def unheld(self, places: Iterable[int]) -> set[int]:
+        """Those that no rank holds, on whatever tier. Neighbours in one run are looked up together."""
+        gone: set[int] = set()
+        number, run, sure = -1, None, 0
+        for place in places:
+            its, at = divmod(place, RUN_BLOCKS)
+            if its != number:
+                number, run = its, self.by_number.get(its)
+                sure = 0 if run is None or run.device.odd else run.device.length()
+            if at >= sure and not (run and any(holders.any_holds(at) for holders in run.all_holders())):
+                gone.add(place)
+        return gone
+
     def is_held(self, place: int) -> bool:
         """Whether any rank holds a block, on whatever tier."""
         run, at = self.at(place)

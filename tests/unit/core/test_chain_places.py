@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from router.core.chains import Chains
@@ -47,3 +49,19 @@ def test_copies_end_with_their_rank(tier: str) -> None:
     assert [chains.has_twin(slot, places[0]) for slot in (0, 1)] == [False, tier == GPU]
     chains.extend(0, None, keys_of("ab"), tier=tier)
     assert [chains.lose(slot, places[1], tier=tier) for slot in (0, 1)] == [True, False]
+
+
+def test_many_places_are_looked_up_as_each_by_itself() -> None:
+    """Beginnings, gaps, a lower tier and runs that are gone, in whatever order."""
+    rng = random.Random(1)
+    runs = Runs()
+    chains = Chains(runs)
+    places = [place for text in "abcd" for place in chains.extend(0, None, keys_of(text * 6))[1]]
+    chains.extend(1, None, keys_of("aaa"))
+    chains.gain(1, places[22], tier=CPU)
+    for place in [*places[3:6], *places[8:10], *places[12:]]:
+        chains.lose(0, place)
+    for _ in range(50):
+        asked = rng.choices([*places, 1 << 60], k=10)
+        assert runs.unheld(asked) == {place for place in asked if not runs.is_held(place)}
+    assert len(runs.unheld(places)) == 3 + 2 + 11
