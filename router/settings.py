@@ -112,7 +112,9 @@ class ModelSpec(_Slice):
         None, description="Directory with tokenizer.json and a chat template, or a tokenizer.json."
     )
     aliases: tuple[str, ...] = Field((), description="Other names that clients may use for it.")
-    adapters: tuple[str, ...] = Field((), description="LoRA adapters over this model, by the names clients use.")
+    adapters: tuple[str, ...] = Field(
+        (), description="LoRA adapters over this model, by the names clients use; they have its tokenizer."
+    )
     chunk_tokens: Annotated[int | None, Field(ge=1)] = Field(
         None, description="Chunk of chunked local attention: no event stream carries it."
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 from structlog.typing import FilteringBoundLogger
 
+from router.core.types import Engine
 from router.errors import ConfigError
 from router.fleet.worker import Worker
-from router.fleet.worker_api import fetch_tokenizer
+from router.fleet.worker_api import WorkerInfo, fetch_tokenizer
 from router.proxy.brain import RouterBrain
 from router.proxy.tokenization import PromptTokenizer
 from router.settings import ModelSpec
@@ -32,14 +33,26 @@ def use_local(brain: RouterBrain, models: Sequence[ModelSpec], log: FilteringBou
         for adapter in model.adapters:
             brain.set_adapter(adapter)
         if model.tokenizer is not None:
-            tokenizer_json, config = read_files(model.tokenizer)
             try:
-                tokenizer = PromptTokenizer.from_files(tokenizer_json, config)
+                tokenizer = _made(*read_files(model.tokenizer))
             except ConfigError as error:
                 raise ConfigError(f"the tokenizer of {model.name} at {model.tokenizer}: {error}") from error
             brain.set_tokenizer(model.name, tokenizer)
             if not tokenizer.has_template:
                 log.warning(_NO_TEMPLATE, models=[model.name], tokenizer=str(model.tokenizer))
+    for model in models:  # once all that have a tokenizer of their own have it
+        for adapter in model.adapters:
+            brain.share_tokenizer(adapter, of=model.name)
+
+
+def _made(tokenizer_json: bytes, config: Mapping[str, Any]) -> PromptTokenizer:
+    """Raises ``ConfigError`` for any damage: templates may nest without end, and configurations hold anything."""
+    try:
+        return PromptTokenizer.from_files(tokenizer_json, config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the tokenizer's configuration cannot be used: {error!r:.200}") from error
 
 
 def read_files(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -64,9 +77,19 @@ def read_files(path: Path) -> tuple[bytes, dict[str, Any]]:
 async def learn_from_worker(
     worker: Worker, brain: RouterBrain, client: httpx.AsyncClient, log: FilteringBoundLogger
 ) -> None:
-    """Ask a worker for the tokenizer of models that have none yet. Raises ``ConfigError`` for a damaged one."""
+    """Ask a worker for the tokenizer of models that have none yet; adapters that it names have that of their model.
+
+    Raises ``ConfigError`` for a damaged one.
+    """
     assert worker.info is not None
-    unknown = [model for model in worker.info.models if not brain.has_tokenizer(model)]
+    parents = _parents(worker.info)
+    for adapter in parents:
+        brain.set_adapter(adapter)
+    unknown = [
+        model
+        for model in worker.info.models
+        if not brain.has_tokenizer(model) and not brain.share_tokenizer(model, of=parents.get(model, ""))
+    ]
     if not unknown:
         return
     files = await fetch_tokenizer(client, worker.info.url)
@@ -78,9 +101,17 @@ async def learn_from_worker(
             worker=worker.name,
         )
         return
-    tokenizer = await asyncio.to_thread(PromptTokenizer.from_files, *files)
+    tokenizer = await asyncio.to_thread(_made, *files)
     for model in unknown:
         brain.set_tokenizer(model, tokenizer)
     if not tokenizer.has_template:
         log.warning(_NO_TEMPLATE, models=unknown, worker=worker.name)
     log.info("tokenizer learned from worker", models=unknown, worker=worker.name)
+
+
+def _parents(info: WorkerInfo) -> dict[str, str]:
+    """Adapters (LoRA) by their model, as vLLM lists them. SGLang's events do not tell them apart."""
+    if info.engine is Engine.SGLANG:
+        return {}
+    told = ((name, card.get("parent")) for name, card in info.cards.items())
+    return {name: parent for name, parent in told if isinstance(parent, str) and parent in info.models}

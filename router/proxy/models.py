@@ -66,6 +66,12 @@ class Models:
         """Key this model's prompts by tokens from now on."""
         self._tokenizers[model] = tokenizer
 
+    def share_tokenizer(self, adapter: str, *, of: str) -> bool:
+        """Key an adapter's prompts by the tokenizer of its model, unless it has its own; whether there is one now."""
+        if adapter not in self._tokenizers and of in self._tokenizers:
+            self._tokenizers[adapter] = self._tokenizers[of]
+        return adapter in self._tokenizers
+
     def ask_workers(self, workers: WorkerTokenizer) -> None:
         """Have workers tokenize for models without a tokenizer of their own here."""
         self._workers = workers
