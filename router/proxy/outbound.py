@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from router.core.types import Decision, Engine, RankId, Reason, WorkerRole
+from router.core.types import Decision, Engine, RankId, Reason
 from router.fleet.target import Target
-from router.wire import handover, openai
+from router.wire import handover
 from router.wire import headers as names
 from router.wire.openai import InferenceRequest
 
@@ -41,13 +41,7 @@ class Writer:
     def message(self, outbound: Outbound, target: Target, *, body: bytes | None = None) -> tuple[bytes, bytes]:
         """Head and body as sent to ``target``, its rank named the way its engine wants; ``body``: of a pair's leg."""
         if body is None:
-            rank = rank_in_body(target)
-            if target.part.role is not WorkerRole.UNIFIED:
-                body = handover.alone_body(outbound.inference, rank=rank)
-            elif rank is not None:
-                body = openai.with_field(outbound.inference, handover.RANK_FIELD, rank)
-            else:
-                body = outbound.inference.body
+            body = handover.alone_body(outbound.inference, rank=rank_in_body(target))
         head = self._heads.get(target)
         if head is None:
             head = _head(target)

@@ -8,7 +8,8 @@ the rank that each leg is for, ``disagg_prefill_dp_rank`` tells the decode rank 
 *vLLM*: the prefill rank is asked first, for one token, with ``kv_transfer_params`` that announce another rank. Those of
 its answer go verbatim into the decode rank's body. They are those of one prompt with one answer.
 
-Whatever a client sends in these fields is overwritten: rooms that meet twice have brought engines down.
+Whatever a client sends in these fields is overwritten or made null, for whatever worker: rooms that meet twice have
+brought engines down.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from router.wire.openai import Endpoint, InferenceRequest, with_fields
 RANK_FIELD: Final = "routed_dp_rank"
 _PREFILL_RANK_FIELD: Final = "disagg_prefill_dp_rank"
 _PARAMS_FIELD: Final = "kv_transfer_params"
-#: Fields by which a client could send a rank elsewhere for what it should compute, or fetch from somebody else.
+#: Fields by which a client could choose its rank, or send one elsewhere for what it should compute.
 _OURS: Final = (
+    RANK_FIELD,
+    "data_parallel_rank",  # the same, in older versions of SGLang and for those who still write it
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
@@ -71,8 +74,13 @@ def _asks_for_several(request: InferenceRequest) -> bool:
 
 
 def alone_body(request: InferenceRequest, *, rank: int | None) -> bytes:
-    """For a rank with a role that does all of it: what a client says of other ranks is struck out."""
-    return with_fields(request, _struck(request) | ({} if rank is None else {RANK_FIELD: rank}))
+    """For a rank that does all of it; ``rank`` as its body names it, if it does. Bytes that say nothing of other ranks
+    are the client's own.
+    """
+    values = _struck(request)
+    if rank is not None:
+        values[RANK_FIELD] = rank
+    return with_fields(request, values) if values else request.body
 
 
 # --- SGLang ---------------------------------------------------------------------------------------
@@ -143,4 +151,5 @@ def handed_over(answer: bytes) -> msgspec.Raw | None:
 
 
 def _struck(request: InferenceRequest) -> dict[str, Any]:
+    """What a client has no say in."""
     return {name: None for name in _OURS if name in request.fields}

@@ -47,6 +47,29 @@ async def test_request_reaches_the_worker_as_sent() -> None:
         assert answer_.headers["x-request-id"] == "abc-1"
 
 
+@pytest.mark.parametrize("engine", Engine)
+@pytest.mark.parametrize("dp_size", [1, 4])
+async def test_no_client_chooses_a_room_or_a_rank(engine: Engine, dp_size: int) -> None:
+    """Not of a worker that does all of it either: the router's own rank stands, in the engine's way, or none."""
+    evil = {
+        "bootstrap_room": 7,
+        "bootstrap_host": "evil",
+        "bootstrap_port": 1,
+        "kv_transfer_params": {"remote_port": 1},
+    }
+    ranks = {"routed_dp_rank": 3, "data_parallel_rank": 3, "disagg_prefill_dp_rank": 3}
+    headers = {"x-data-parallel-rank": "3", "x-override-routed-dp-rank": "3", "x-override-bootstrap-room": "7"}
+    async with FaultWorker() as worker, rig(target(worker.port, rank=1, dp_size=dp_size, engine=engine)) as it:
+        await it.ask({**ASK, **evil, **ranks}, headers=headers)
+        (received,) = worker.requests
+        in_body = dp_size > 1 and engine is not Engine.VLLM
+        in_head = dp_size > 1 and engine is not Engine.SGLANG
+        expected = ASK | dict.fromkeys({**evil, **ranks}) | ({"routed_dp_rank": 1} if in_body else {})
+        assert json.loads(received.body) == expected
+        assert received.header("x-data-parallel-rank") == ("1" if in_head else None)
+        assert b"x-override" not in received.head
+
+
 async def test_credentials_go_on_only_when_told() -> None:
     """With the setting on, the worker sees the client's authorization."""
     settings = UpstreamSettings(forward_credentials=True)

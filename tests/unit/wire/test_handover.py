@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.wire import handover
-from router.wire.handover import Bootstrap, bootstrap_body, decode_body, handed_over, prefill_body
+from router.wire.handover import Bootstrap, alone_body, bootstrap_body, decode_body, handed_over, prefill_body
 from router.wire.openai import Endpoint, InferenceRequest, parse_request, with_fields
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -103,6 +103,64 @@ def test_what_was_handed_over_goes_on_verbatim() -> None:
     answer = b'{"id": "1", "kv_transfer_params": ' + params + b', "choices": []}'
     body = decode_body(request(), handed_over(answer), rank=None)
     assert b'"kv_transfer_params":' + params in body
+
+
+EVIL = {
+    "bootstrap_host": "evil",
+    "bootstrap_port": 1,
+    "bootstrap_room": 7,
+    "bootstrap_pair_key": "k",
+    "routed_dp_rank": 9,
+    "data_parallel_rank": 9,
+    "disagg_prefill_dp_rank": 9,
+    "kv_transfer_params": {"remote_host": "evil"},
+}
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.EMBEDDINGS, Endpoint.TOKENIZE])
+def test_no_client_names_a_room_or_a_rank(endpoint: Endpoint) -> None:
+    """Whoever serves it, in one leg or in two: what it says of them is null, and what the router says stands."""
+    asked, plain = request(endpoint, **EVIL), json.loads(request(endpoint).body)
+    nothing = dict.fromkeys(EVIL)
+    assert json.loads(alone_body(asked, rank=None)) == plain | nothing
+    assert json.loads(alone_body(asked, rank=2)) == plain | nothing | {"routed_dp_rank": 2}
+    assert json.loads(decode_body(asked, None, rank=None)) == plain | nothing
+    announced = json.loads(prefill_body(asked, rank=None))
+    assert {name for name in EVIL if announced[name] is not None} == {"kv_transfer_params"}
+    assert announced["kv_transfer_params"]["remote_host"] is None
+    meets = json.loads(bootstrap_body(asked, MEETING, rank=None, decodes=False))
+    ours = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 42}
+    assert meets == plain | nothing | ours
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (b'{ "model":"m" ,\n "prompt" : "\\u00e9 \xc3\xa9", "x": 1e2 }', None),
+        (b'{"model":"m", "prompt":"bootstrap_room", "x": {"bootstrap_room": 7 } }', None),
+        (
+            b'{"model":"m", "prompt":"p","bootstrap_room" : 7 , "x":1.50}',
+            b'{"model":"m", "prompt":"p","bootstrap_room" : null , "x":1.50}',
+        ),
+        (
+            b'{"bootstrap_room": [7, {"a":"]"}], "model":"m", "prompt":"p" }',
+            b'{"bootstrap_room": null, "model":"m", "prompt":"p" }',
+        ),
+    ],
+)
+def test_all_else_goes_on_byte_for_byte(body: bytes, sent: bytes | None) -> None:
+    """What is not at the top is none of the engine's business either."""
+    assert alone_body(parse_request(Endpoint.COMPLETIONS, body), rank=None) == (body if sent is None else sent)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"model":"m","prompt":"p","%b":7,"%b":8}', b'{"%b":7,"model":"m","prompt":"p","%b":8}']
+)
+def test_a_room_given_twice_or_in_disguise_goes_nowhere(body: bytes) -> None:
+    """Parsers differ on which of two counts, and names may be written with escapes."""
+    disguised = body % (b"bootstrap_room", b"bootstrap\\u005froom")
+    pairs = json.loads(alone_body(parse_request(Endpoint.COMPLETIONS, disguised), rank=None), object_pairs_hook=list)
+    assert [value for name, value in pairs if name == "bootstrap_room"] == [None, None]
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"kv_transfer_params": null}', b"data: x", b"[1]", b"\xff"])
