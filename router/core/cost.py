@@ -22,7 +22,7 @@ of the move's term.
 
 - A conversation that begins finds heads that others share. A copy made elsewhere would serve those who come after; so
   where it finds one, only a part is credited, or everybody who shares a head would go where its first copy is; and
-  where far more sessions are at home than elsewhere, nothing: their turns may cost little now, but they stay. That
+  where more sessions are at home than elsewhere, nothing: their turns may cost little now, but they stay. The part
   holds as far as conversations come back: what comes once, under a name of its own, finds its own history.
 - Where some layers have windows or states, a head that one prompt has left on a rank cannot be used there: of these
   layers it has kept what lies before its own end. Only the second to fork there leaves the head ready for the third. So
@@ -64,10 +64,10 @@ _BUSY_WEIGHT = 2.0
 LOAD_RATIO = 0.2
 #: Conversations that are expected to begin with a head after one that does, and subagents after a subagent.
 _FOLLOWERS, _FOLLOWING_AGENTS = 3.0, 1.0
-#: The part of a shared head that is credited to a conversation that begins, and up to how many sessions at home on a
-#: rank: so many times the mean of all ranks, and so many followers.
+#: The part of a shared head that is credited to a conversation that begins, where no more sessions are at home than on
+#: the mean of all ranks and so many.
 _SHARED_CREDIT_RATIO = 1.0 / (1.0 + _FOLLOWERS)
-_CROWD_RATIO = 1.5
+_CROWD = 1.0
 #: What a prompt of many that begin together costs the others, for a second of its own work.
 _SIBLING_WEIGHT = 0.5
 #: From fading seconds of prefill to the share of time they took: over the integral of the fading.
@@ -145,17 +145,16 @@ def prices(
         leave_seconds *= min(1.0, others_factor / home.pace.factor)
         if request.is_beginning:
             leave_seconds = max(leave_seconds, _SIBLING_WEIGHT * work_seconds(home, request))
-    credit_ratio, crowded_ratio, most_at_home = 1.0, 1.0, math.inf
-    sibling_weight, followers, at_home = 0.0, _FOLLOWERS, request.at_home
+    credit_ratio, most_at_home, at_home = 1.0, math.inf, request.at_home
+    sibling_weight, followers = 0.0, _FOLLOWERS
     unready_tokens, ready_tokens, stored = 0, 0, request.stored_tokens
     if request.home is None and request.session is not None:
         if request.session.agent:
             sibling_weight, followers = _SIBLING_WEIGHT, _FOLLOWING_AGENTS
         else:
             credit_ratio -= request.return_ratio * (1.0 - _SHARED_CREDIT_RATIO)
-            crowded_ratio -= request.return_ratio
             mean_at_home = sum([at_home.get(rank.slot, 0) for rank in ranks]) / len(ranks)
-            most_at_home = _CROWD_RATIO * mean_at_home + _FOLLOWERS
+            most_at_home = mean_at_home + _CROWD
         if stored:
             ready_tokens, most_tokens = max(held), max([stored.get(rank.slot, 0) for rank in ranks])
             unready_tokens = most_tokens if most_tokens > ready_tokens else 0
@@ -174,8 +173,8 @@ def prices(
         brought_seconds = own_seconds
         if home is None:
             move_seconds = sibling_weight * own_seconds
-            if credit_ratio < 1.0:
-                ratio = credit_ratio if at_home.get(slot, 0) <= most_at_home else crowded_ratio
+            ratio = credit_ratio if at_home.get(slot, 0) <= most_at_home else 0.0
+            if ratio < 1.0:
                 move_seconds = _work_seconds(rank, request, held_tokens, credit_ratio=ratio) - own_seconds
             if unready_tokens:
                 behind_tokens = unready_tokens - max(ready_tokens, stored.get(slot, 0))

@@ -235,13 +235,14 @@ class Binding:
 
     There may be several: what asks for a title or counts tokens under the session's name leaves nothing of the
     conversation where it is served. ``inflight`` keeps the binding alive while a request of it runs, however long that
-    takes. ``is_answered``: one of them has ended.
+    takes. ``is_answered``: one of them has ended, and ``comes_back``: another has begun since.
     """
 
     homes: tuple[Tenure, ...]
     used_at: float
     inflight: int = 0
     is_answered: bool = False
+    comes_back: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -271,7 +272,7 @@ class SessionTable:
         self.returns = Returns()
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
-        #: Sessions at home on each slot, by the rank that served them last; subagents are not counted.
+        #: Sessions that come back, by the slot that served them last; subagents are not counted.
         self.at_home: dict[int, int] = {}
         self._bindings: OrderedDict[Conversation, Binding] = OrderedDict()
         self._tenures: dict[int, Tenure] = {}
@@ -313,7 +314,7 @@ class SessionTable:
         binding = self._bound(conversation)
         if binding is None:
             binding = self._bind(conversation, slot, used_at=now, now=now)
-        self._serve(key, binding, slot)
+        self._serve(key, binding, slot, comes_back=binding.is_answered)
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end(conversation)
@@ -339,7 +340,7 @@ class SessionTable:
         if binding is None:
             self._bind((model, key), slot, used_at=used_at, now=now)
         elif used_at > binding.used_at:
-            self._serve(key, binding, slot)
+            self._serve(key, binding, slot, comes_back=True)
             binding.used_at = used_at
             self._bindings.move_to_end((model, key))
 
@@ -355,17 +356,18 @@ class SessionTable:
             tenure = self._tenures[slot] = Tenure(slot)
         return tenure
 
-    def _serve(self, key: SessionKey, binding: Binding, slot: int) -> None:
+    def _serve(self, key: SessionKey, binding: Binding, slot: int, *, comes_back: bool) -> None:
         """The next request goes to the slot's rank."""
         tenure = self._tenure(slot)
-        if tenure is not binding.homes[0]:
+        if tenure is not binding.homes[0] or (comes_back and not binding.comes_back):
             self._count(key, binding, -1)
             binding.serve(tenure)
+            binding.comes_back |= comes_back
             self._count(key, binding, 1)
 
     def _count(self, key: SessionKey, binding: Binding, more: int) -> None:
         home = binding.homes[0]
-        if not key.agent and not home.is_over:
+        if binding.comes_back and not key.agent and not home.is_over:
             self.at_home[home.slot] = self.at_home.get(home.slot, 0) + more
 
     def _bound(self, conversation: Conversation) -> Binding | None:
@@ -380,7 +382,6 @@ class SessionTable:
         self._bindings.pop(conversation, None)
         self._make_room(now)
         binding = self._bindings[conversation] = Binding((self._tenure(slot),), used_at)
-        self._count(conversation[1], binding, 1)
         return binding
 
     def _make_room(self, now: float) -> None:
