@@ -18,6 +18,8 @@ FEW_ORPHANS = 1024
 #: A run takes so many units besides its blocks; one of so many blocks is in the unit.
 _RUN_UNITS = 5
 _USUAL_RUN = 16
+#: So many further holders of blocks are one unit.
+_HOLDERS_A_UNIT = 14
 #: So many adapters are known by name, and so many tiers below the device.
 _MOST_ADAPTERS = 4096
 _LONGEST_ADAPTER = 256
@@ -95,6 +97,7 @@ class Bounded(Blocks):
             + _RUN_UNITS * max(0, len(self._runs.by_number) - len(self) // _USUAL_RUN)
             + sum(chains.extra_copies() for chains in self._chains.values())
             + max(0, names - len(self) - self._forgotten)
+            + max(0, sum(rank.blocks for rank in ranks if not rank.is_lone) - len(self)) // _HOLDERS_A_UNIT
             + sum(max(0, rank.orphan_units - FEW_ORPHANS) for rank in ranks)
             + sum(rank.blocks * len(rank.rules) for rank in ranks if isinstance(rank.pool, SharedPool))
         )

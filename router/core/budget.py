@@ -2,8 +2,9 @@
 
 The unit is a block of full attention with one holder, a name and its share of a run: about 130 bytes. What else is
 held is counted as one each: a block of another group, a copy beyond a rank's first, a name beyond one a block, a block
-of another group in a shared pool. A run of few blocks counts five more, and what waits for its parent counts by its
-tokens and names. Names of forgotten blocks go by and by: there may be a quarter as many of them as blocks.
+of another group in a shared pool. Fourteen further holders of blocks are one, at 9 bytes each. A run of few blocks
+counts five more, and what waits for its parent counts by its tokens and names. Names of forgotten
+blocks go by and by: there may be a quarter as many of them as blocks.
 """
 
 from __future__ import annotations

@@ -107,6 +107,20 @@ def test_no_stream_takes_more_than_the_bound(stream: Callable[[int], Iterator[Ev
     assert len(index._tiers) <= 16
 
 
+def test_further_holders_of_a_block_count() -> None:
+    """Forty ranks hold the same prompts: what the thirty-nine others take leaves room for fewer blocks."""
+    index = PrefixIndex(block_tokens=16, max_blocks=MOST)
+    for slot in range(40):
+        index.add_rank(slot, domain="engine")
+    for number in range(40):
+        for slot in range(40):
+            index.apply(slot, twenty(number))
+            index.end_batch(slot)
+    held = sum(index.blocks(slot) for slot in range(40))
+    assert held > 20 * len(index) > 20 * 200
+    assert len(index) + (held - len(index)) // 14 <= MOST + 100
+
+
 def test_the_ends_of_prompts_that_came_last_stay() -> None:
     """What is forgotten of ends inside a block is what came first, and nothing is promised of it any more."""
     index = PrefixIndex(block_tokens=16, max_blocks=MOST)
