@@ -41,7 +41,7 @@ from router.core.continuity_types import (
 )
 from router.core.types import RankId
 from router.errors import WireError, WorkerError
-from router.fleet.reactions import Reactions, slices
+from router.fleet.reactions import SLICE_BLOCKS, Reactions, in_turns, slices, weight
 from router.telemetry.metrics import Metrics
 from router.wire.kv_events import (
     REPLAY_END,
@@ -128,10 +128,11 @@ class EventStream:
         self._last_log_at: dict[str, float] = {}  # by what the line is about
         self._last_failure_at = -1e9
         self._damaged: dict[tuple[int, int], None] = {}  # sequences and hashes of payloads that were counted
+        self._applied_blocks = 0  # since others had a turn at the latest, by weight
         self._reactions = Reactions(self._react)
 
     async def run(self) -> None:
-        """Follow the stream until cancelled; return at once from an endpoint that is none."""
+        """Follow the stream until cancelled; return at once where the endpoint is none."""
         subscriber = self._context.socket(zmq.SUB)
         subscriber.linger = 0
         subscriber.rcvhwm = RECEIVE_HIGH_WATER
@@ -142,7 +143,11 @@ class EventStream:
         subscriber.subscribe(self._source.topic.encode())
         monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            subscriber.connect(self._source.endpoint)
+            try:
+                subscriber.connect(self._source.endpoint)
+            except zmq.ZMQError as error:
+                self._log.warning("cache events cannot be followed", endpoint=self._source.endpoint, reason=str(error))
+                return
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch_connection(monitor))
                 self._tasks.create_task(self._check_when_quiet())
@@ -150,6 +155,7 @@ class EventStream:
                 await self._receive(subscriber)
         finally:
             subscriber.disable_monitor()
+            monitor.close()
             subscriber.close()
 
     def restarted(self) -> None:
@@ -227,14 +233,8 @@ class EventStream:
 
     async def _decode(self, sequence: int, payload: bytes) -> EventBatch | None:
         """The batch; None where it is damaged, which is counted once however often it is replayed."""
-        steps = decode_in_slices(payload)
         try:
-            while True:
-                next(steps)
-                await asyncio.sleep(0)
-        except StopIteration as end:
-            batch: EventBatch = end.value
-            return batch
+            return await in_turns(decode_in_slices(payload))
         except WireError as error:
             known = sequence, hash(payload)
             if known not in self._damaged:
@@ -269,6 +269,7 @@ class EventStream:
         for action in actions:
             match action:
                 case Apply() | Load():
+                    yield from self._pause_before(action.batch if isinstance(action, Apply) else action.snapshot.batch)
                     discarded = (yield from self._bring_in(action, is_live=isinstance(event, Message))) or discarded
                 case Clear(cause):
                     if self._is_log_due(f"clear {cause}"):
@@ -288,6 +289,14 @@ class EventStream:
             self._again_pause = 0.0
         if self._state.phase is Phase.LIVE:
             self.is_synchronized.set()
+
+    def _pause_before(self, batch: EventBatch) -> Iterator[None]:
+        """Many small messages come at once, too: those that were held, or a replay's."""
+        blocks = weight(batch)
+        if self._applied_blocks and self._applied_blocks + blocks > SLICE_BLOCKS:
+            yield
+            self._applied_blocks = 0
+        self._applied_blocks += blocks
 
     def _bring_in(self, action: Apply | Load, *, is_live: bool) -> Generator[None, None, Cause | None]:
         """Why the picture must be told anew, if it must. A live message that cannot be applied is as good as damaged.

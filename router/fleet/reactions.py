@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Final, Generic, TypeVar
 
-from router.wire.kv_events import BlockRemoved, BlockStored, EventBatch
+from router.wire.kv_events import BlockRemoved, BlockStored, Event, EventBatch
 
 #: Of a batch no more is applied in one go: some milliseconds. An event weighs as much as so many of its blocks.
 SLICE_BLOCKS: Final = 8192
@@ -53,6 +53,22 @@ class Reactions(Generic[_T]):
         self._idle.set()
 
 
+async def in_turns(steps: Generator[None, None, _T]) -> _T:
+    """What work comes to that pauses after each slice: others have their turn then."""
+    try:
+        while True:
+            next(steps)
+            await asyncio.sleep(0)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+
+
+def weight(batch: EventBatch) -> int:
+    """How long it takes to apply, in blocks."""
+    return sum(map(_weight, batch.events))
+
+
 def slices(batch: EventBatch) -> Iterator[tuple[EventBatch, bool]]:
     """A batch in parts that take no long time each, and whether one is the last."""
     start = blocks = 0
@@ -60,5 +76,9 @@ def slices(batch: EventBatch) -> Iterator[tuple[EventBatch, bool]]:
         if blocks >= SLICE_BLOCKS:
             yield replace(batch, events=batch.events[start:end]), False
             start, blocks = end, 0
-        blocks += EVENT_BLOCKS + (len(event.hashes) if isinstance(event, BlockStored | BlockRemoved) else 0)
+        blocks += _weight(event)
     yield (replace(batch, events=batch.events[start:]) if start else batch), True
+
+
+def _weight(event: Event) -> int:
+    return EVENT_BLOCKS + (len(event.hashes) if isinstance(event, BlockStored | BlockRemoved) else 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -288,11 +289,9 @@ class Registry:
             await self._hooks.on_worker_ready(worker)
         except HomingError as error:
             self._log.warning("worker joins without its tokenizer or checks", worker=worker.name, reason=str(error))
-        synchronized = [asyncio.ensure_future(stream.is_synchronized.wait()) for stream in worker.streams]
-        if synchronized:
-            _, late = await asyncio.wait(synchronized, timeout=_SYNCHRONIZE_SECONDS)
-            for waiting in late:
-                waiting.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SYNCHRONIZE_SECONDS):
+                await asyncio.gather(*(stream.is_synchronized.wait() for stream in worker.streams))
         self._show(worker, RankStatus.READY, "")
 
     async def _watch(self, worker: Worker) -> None:

@@ -22,9 +22,10 @@ from router.errors import WorkerError
 from router.fleet.asking import MOST_DIGITS, Answer, ask, read_number, read_object
 from router.fleet.event_sources import MOST_RANKS, sources_of
 from router.fleet.probes import sentence
+from router.fleet.reactions import in_turns
 from router.fleet.target import ModelCard, Target
 from router.settings import WorkerSpec
-from router.wire.kv_events import EventSource, Snapshot, decode_snapshot
+from router.wire.kv_events import EventSource, Snapshot, decode_in_slices, split_snapshot
 
 T = TypeVar("T")
 #: A tokenizer's file has tens of megabytes; a picture of a rank as many as its cache has tokens, times five.
@@ -154,7 +155,8 @@ async def fetch_tokenizer(client: httpx.AsyncClient, url: str) -> tuple[bytes, d
 async def fetch_snapshot(client: httpx.AsyncClient, url: str, path: str) -> Snapshot:
     """A shim's picture of one rank. Raises ``WorkerError``, ``WireError``."""
     answer = await _get(client, url + path, most_bytes=_MOST_SNAPSHOT_BYTES, seconds=_SNAPSHOT_SECONDS)
-    return decode_snapshot(answer.body)
+    sequence, batch = split_snapshot(answer.body)
+    return Snapshot(sequence=sequence, batch=await in_turns(decode_in_slices(batch)))
 
 
 async def reset_cache(client: httpx.AsyncClient, info: WorkerInfo) -> None:

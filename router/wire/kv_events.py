@@ -26,7 +26,6 @@ from router.errors import WireError
 EngineHash = int | bytes
 
 FULL: Final = "full_attention"
-
 SLIDING_WINDOW: Final = "sliding_window"
 REPLAY_END: Final = b"\xff" * 8
 GPU: Final = "GPU"
@@ -162,8 +161,7 @@ def decode_in_slices(payload: bytes | msgspec.Raw) -> Generator[None, None, Even
     rank, epoch, *_ = (*tail, None, None)
     if not isinstance(timestamp, int | float) or not (rank is None or isinstance(rank, int)):
         raise WireError("an event batch begins with a number and ends with a rank or nil")
-    events: list[Event] = []
-    size = 0
+    events, size = list[Event](), 0
     for part in _decoded(_RAW_LIST, raw[1]):
         if size >= _SLICE_BYTES:
             yield
@@ -187,11 +185,17 @@ def decode_sequence(frame: bytes) -> int:
 
 def decode_snapshot(body: bytes) -> Snapshot:
     """Decode the body of a shim's snapshot endpoint. Raises ``WireError``."""
+    sequence, batch = split_snapshot(body)
+    return Snapshot(sequence=sequence, batch=decode_batch(batch))
+
+
+def split_snapshot(body: bytes) -> tuple[int, msgspec.Raw]:
+    """A snapshot's sequence number, and its batch yet to be decoded. Raises ``WireError``."""
     parts = _decoded(_RAW_LIST, body)
     sequence = _decoded(_ANY, parts[0]) if len(parts) == 2 else None
     if not isinstance(sequence, int) or sequence < -1:
         raise WireError("not a snapshot: it is [sequence, batch]")
-    return Snapshot(sequence=sequence, batch=decode_batch(parts[1]))
+    return sequence, parts[1]
 
 
 def decode_sources(body: Mapping[str, Any]) -> tuple[EventSource, ...]:
@@ -388,12 +392,8 @@ def _raw_event(event: Event) -> dict[str, Any]:
                 raw["kv_cache_spec_sliding_window"] = event.window_tokens
             return raw
         case BlockRemoved():
-            return {
-                "type": "BlockRemoved",
-                "block_hashes": list(event.hashes),
-                "medium": event.medium,
-                "group_idx": event.group,
-            }
+            names = list(event.hashes)
+            return {"type": "BlockRemoved", "block_hashes": names, "medium": event.medium, "group_idx": event.group}
         case AllBlocksCleared():
             return {"type": "AllBlocksCleared"}
         case UnknownEvent():

@@ -122,3 +122,34 @@ async def test_a_silent_rank_without_replays_is_asked_for_its_tail(consumer: Con
     while len(asked) < 5:  # noqa: ASYNC110 (no event tells)
         await asyncio.sleep(0.02)
     assert asked[4] - asked[3] > 2 * (asked[2] - asked[1])
+
+
+async def test_what_was_held_leaves_the_loop_to_others(consumer: Consumer, publisher: KvPublisher) -> None:
+    """Three thousand small messages come before a snapshot does: they are applied some at a time."""
+    source = replace(await publisher.start(), snapshot_path="/kv_snapshot")
+    is_asked, is_had = asyncio.Event(), asyncio.Event()
+
+    async def snapshot() -> Snapshot:
+        is_asked.set()
+        await is_had.wait()
+        return Snapshot(sequence=-1, batch=EventBatch(timestamp=0.0, events=()))
+
+    consumer.follow(source, snapshot=snapshot)
+    await publisher.subscribed()
+    await is_asked.wait()
+    await publisher.publish(stored(0), lost=True)
+    for number in range(1, 3000):
+        await publisher.publish(stored(number % 10), removed(number % 10))
+    await publisher.publish(stored(11))
+    async with asyncio.timeout(60):
+        while consumer.count("kv_event_batches") < 3000:  # noqa: ASYNC110 (a counter has no event)
+            await asyncio.sleep(0.01)
+    is_had.set()
+    seen = set()
+    async with asyncio.timeout(60):
+        while consumer.holds() != {0, 11}:
+            await asyncio.sleep(0)
+            seen.add(consumer.count("kv_events", type="BlockStored"))
+    assert len(seen) > 10
+    assert consumer.count("kv_events", type="BlockStored") == 3001
+    assert consumer.resyncs() == 0

@@ -15,6 +15,7 @@ from router.wire.kv_events import (
     BlockStored,
     Event,
     EventBatch,
+    EventSource,
 )
 from tests.fakes.event_consumer import TIMES, Consumer, joined
 from tests.fakes.kv_publisher import KvPublisher, removed, stored
@@ -323,3 +324,10 @@ async def test_an_event_that_always_fails_is_asked_for_once(
     await consumer.until({3})
 
     assert publisher.replays[before:] == [0]
+
+
+async def test_an_endpoint_that_is_none_costs_the_worker_nothing(consumer: Consumer) -> None:
+    """No host begins like that: the rank's stream ends, with a line of its own, and those beside it go on."""
+    consumer.follow(EventSource(rank=0, endpoint="tcp://_a:5557"))
+    await asyncio.wait_for(consumer.tasks.pop(), 5)
+    assert "cache events cannot be followed" in consumer.log.getvalue()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import httpx
+
 from router.fleet.reactions import SLICE_BLOCKS, Reactions, slices
-from router.wire.kv_events import BlockRemoved, BlockStored, EventBatch
+from router.fleet.worker_api import fetch_snapshot
+from router.wire.kv_events import BlockRemoved, BlockStored, EventBatch, Snapshot, encode_snapshot
 
 
 async def test_what_happens_meanwhile_is_reacted_to_afterwards() -> None:
@@ -52,3 +55,27 @@ def test_a_batch_is_cut_where_it_gets_long() -> None:
         assert [is_last for _, is_last in cut] == [False] * (len(parts) - 1) + [True]
         assert tuple(event for part, _ in cut for event in part.events) == events
         assert {(part.timestamp, part.rank, part.epoch) for part, _ in cut} == {(1.5, 3, "e")}
+
+
+async def test_a_large_snapshot_is_read_in_slices() -> None:
+    """Of twenty thousand blocks, a megabyte or two: others get their turns while it is decoded."""
+    blocks = tuple(BlockStored((number,), None, (number,) * 16, 16) for number in range(20_000))
+    snapshot = Snapshot(7, EventBatch(1.5, blocks, 0, "e"))
+    body = encode_snapshot(snapshot)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, content=body))) as client:
+        counting = asyncio.create_task(count_turns())
+        found = await fetch_snapshot(client, "http://worker:1", "/kv_snapshot")
+        counting.cancel()
+    assert found.sequence == 7
+    assert [event.hashes for event in found.batch.events if isinstance(event, BlockStored)] == [
+        block.hashes for block in blocks
+    ]
+    assert turns > len(body) / 2**17
