@@ -23,15 +23,7 @@ from router.core.radix_pool import RadixPool
 from router.core.returns import Conversation
 from router.core.seen import TextIndex
 from router.core.session import SessionTable
-from router.core.types import (
-    WHOLE,
-    Engine,
-    FleetView,
-    RankId,
-    RankLoad,
-    RankStatus,
-    SessionKey,
-)
+from router.core.types import WHOLE, Engine, FleetView, RankId, RankLoad, RankStatus, SessionKey
 from router.core.usable import Geometry
 from router.fleet.gauges import unwatch, watch
 from router.fleet.indexes import Indexes
@@ -327,6 +319,8 @@ class Fleet:
         member = self._members[slot]
         if member.index is not None:
             member.index.clear(slot)
+        if (held := self._held.get(slot)) is not None:
+            held.batches.clear()
         return self.apply(slot, snapshot.batch, now=now, is_last=is_last)
 
     def _join_index(self, member: Member, block_tokens: int) -> None:

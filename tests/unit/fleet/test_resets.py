@@ -10,7 +10,7 @@ from router.fleet.member import DEAF_EVENTS
 from router.fleet.target import Target
 from router.settings import RoutingSettings
 from router.telemetry.metrics import Metrics
-from router.wire.kv_events import AllBlocksCleared, BlockStored, Event, EventBatch
+from router.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Snapshot
 
 
 class World:
@@ -85,6 +85,20 @@ def test_an_engine_that_never_tells_is_believed_after_a_while() -> None:
     world.publish(stored(3))
 
     assert world.blocks == 2
+
+
+def test_a_snapshot_has_what_came_before_it() -> None:
+    """What was held back is in it, and counts once: a removal leaves no copy behind."""
+    world = World()
+    world.publish(stored(1))
+    world.fleet.expect_clear(world.slot, since=world.now)
+    world.publish(stored(2))
+    snapshot = Snapshot(7, EventBatch(0.0, (stored(2), stored(3))))
+    world.fleet.load_snapshot(world.slot, snapshot, now=world.now)
+    world.now = CLEAR_SECONDS
+    world.publish(BlockRemoved((2,)))
+
+    assert world.blocks == 1
 
 
 def test_nor_need_an_idle_engine_say_more() -> None:
