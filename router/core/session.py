@@ -235,7 +235,7 @@ class Binding:
 
     There may be several: what asks for a title or counts tokens under the session's name leaves nothing of the
     conversation where it is served. ``inflight`` keeps the binding alive while a request of it runs, however long that
-    takes. ``is_answered``: one of them has ended, and ``comes_back``: another has begun since.
+    takes. ``is_answered``: one of them was, and ``comes_back``: another has begun since.
     """
 
     homes: tuple[Tenure, ...]
@@ -311,9 +311,7 @@ class SessionTable:
     def start(self, model: str, key: SessionKey, *, slot: int, now: float) -> Binding:
         """A request of the session was sent to ``slot``, a home of it from now on. Give the binding to ``finish``."""
         conversation = (model, key)
-        binding = self._bound(conversation)
-        if binding is None:
-            binding = self._bind(conversation, slot, used_at=now, now=now)
+        binding = self._bound(conversation) or self._bind(conversation, slot, used_at=now, now=now)
         self._serve(key, binding, slot, comes_back=binding.is_answered)
         binding.used_at = now
         binding.inflight += 1
@@ -327,22 +325,25 @@ class SessionTable:
         """
         binding.inflight -= 1
         binding.used_at = now
-        binding.is_answered = True
+        binding.is_answered |= is_answered
         conversation = (model, key)
         if is_answered and not binding.inflight:
             self.returns.left(conversation, now=now)
         if self._bindings.get(conversation) is binding:
             self._bindings.move_to_end(conversation)
 
-    def adopt(self, model: str, key: SessionKey, *, slot: int, used_at: float, now: float) -> None:
-        """Another router sent the session to ``slot`` at ``used_at``: its home, unless it was used here since."""
+    def adopt(self, model: str, key: SessionKey, *, slot: int, used_at: float, now: float, is_own: bool) -> None:
+        """Another router sent the session to ``slot`` at ``used_at``: its home, unless it was used here since. Who asks
+        here next was answered there, as far as anybody knows. ``is_own``: this router did, which it may have forgotten.
+        """
         binding = self._bound((model, key))
         if binding is None:
-            self._bind((model, key), slot, used_at=used_at, now=now)
-        elif used_at > binding.used_at:
-            self._serve(key, binding, slot, comes_back=True)
-            binding.used_at = used_at
-            self._bindings.move_to_end((model, key))
+            binding = self._bind((model, key), slot, used_at=used_at, now=now)
+        elif is_own or used_at <= binding.used_at:
+            return
+        self._serve(key, binding, slot, comes_back=False)
+        binding.used_at, binding.is_answered = used_at, True
+        self._bindings.move_to_end((model, key))
 
     def forget_slot(self, slot: int) -> None:
         """The rank is gone: it is nobody's home."""

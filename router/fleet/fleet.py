@@ -215,7 +215,8 @@ class Fleet:
         """The slot of a rank that served this session, here or at another replica: see ``SessionTable.home``."""
         table, elsewhere = self.homes(is_prefill=is_prefill), self.shared.home(model, session, is_prefill=is_prefill)
         if elsewhere is not None and (slot := self._slots.get(elsewhere.rank)) is not None:
-            table.adopt(model, session, slot=slot, used_at=elsewhere.used_at, now=now)
+            used_at, is_own = elsewhere.used_at, elsewhere.is_own
+            table.adopt(model, session, slot=slot, used_at=used_at, now=now, is_own=is_own)
         return table.home(model, session, now=now, held=held)
 
     def homes(self, *, is_prefill: bool) -> SessionTable:

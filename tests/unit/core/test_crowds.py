@@ -94,7 +94,7 @@ def test_a_subagent_knows_its_parents_home() -> None:
 
 
 def test_a_session_comes_back_once_it_has_been_answered() -> None:
-    """Here or, as it is told, at another router; not when it asks twice at once."""
+    """Here or at another router, as is told when it asks here; not when it asks twice at once, or is tried again."""
     table = SessionTable(max_sessions=10, idle_seconds=60)
     first = table.start("m", PARENT, slot=3, now=0)
     table.start("m", PARENT, slot=3, now=0)
@@ -103,10 +103,20 @@ def test_a_session_comes_back_once_it_has_been_answered() -> None:
     table.start("m", PARENT, slot=3, now=2)
     assert table.at_home == {3: 1}
 
-    table.adopt("m", SessionKey("t", "elsewhere"), slot=3, used_at=3, now=3)
+    elsewhere = SessionKey("t", "elsewhere")
+    table.adopt("m", elsewhere, slot=3, used_at=3, now=3, is_own=False)
+    table.adopt("m", elsewhere, slot=3, used_at=4, now=4, is_own=False)
     assert table.at_home == {3: 1}
-    table.adopt("m", SessionKey("t", "elsewhere"), slot=3, used_at=4, now=4)
+    table.start("m", elsewhere, slot=3, now=5)
     assert table.at_home == {3: 2}
+    assert not table.is_beginning("m", elsewhere)
+
+    failing = SessionKey("t", "failing")
+    table.finish("m", failing, table.start("m", failing, slot=4, now=6), now=7, is_answered=False)
+    table.finish("m", failing, table.start("m", failing, slot=3, now=8), now=9)
+    assert table.at_home == {3: 2}
+    table.start("m", failing, slot=3, now=10)
+    assert table.at_home == {3: 3}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -123,7 +133,7 @@ def test_sessions_at_home_are_counted(seed: int) -> None:
             case 0:
                 table.forget_slot(slot)
             case 1:
-                table.adopt("m", key, slot=slot, used_at=now - rng.randrange(3), now=now)
+                table.adopt("m", key, slot=slot, used_at=now - rng.randrange(3), now=now, is_own=False)
             case 2 | 3 if running:
                 table.finish("m", *running.pop(rng.randrange(len(running))), now=now)
             case _:

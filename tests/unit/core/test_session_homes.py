@@ -50,7 +50,7 @@ def test_what_another_router_used_last_is_no_older_than_what_this_one_did() -> N
     table = SessionTable(max_sessions=3, idle_seconds=1000)
     for number in range(3):
         serve(table, number, slot=0, now=number)
-    table.adopt("m", key(0), slot=1, used_at=3, now=4)
+    table.adopt("m", key(0), slot=1, used_at=3, now=4, is_own=False)
     assert [named for (_, named), _ in table.recent()] == [key(0), key(2), key(1)]
     serve(table, 3, slot=0, now=5)
 
@@ -202,7 +202,7 @@ def test_homes_are_those_of_lists_that_are_searched(seed: int) -> None:
             if rng.random() < 0.7:
                 serve(table, number, slot=slot, now=now)
             else:
-                table.adopt("m", key(number), slot=slot, used_at=now, now=now)
+                table.adopt("m", key(number), slot=slot, used_at=now, now=now, is_own=False)
             others = [other for other in expected.get(number, []) if other != slot]
             expected[number] = [slot, *others[:7]]
         for number, slots in expected.items():

@@ -174,6 +174,28 @@ async def test_a_retry_elsewhere_moves_the_home_for_all() -> None:
     assert (await other.ask(prompt, "s")).decision.slot == retried.decision.slot != failed.decision.slot
 
 
+async def test_what_a_router_told_itself_is_no_return() -> None:
+    """Two requests at once, the second looked for later than the first was sent: the others are told at that moment."""
+    clock, others = [0.0], list[Channel]()
+    one, other = Router(clock, others), Router(clock, others)
+    bound = one.channel.bound
+
+    def tell_later(*args: Any, **known: Any) -> None:
+        clock[0] += 0.001
+        bound(*args, **known)
+
+    one.channel.bound = tell_later  # type: ignore[method-assign]
+    first = await one.ask("word " * 100, "s")
+    await one.ask("word " * 100, "s")
+    assert one.fleet.sessions.at_home == {}
+    assert one.fleet.sessions.is_beginning("m", SessionKey("t", "s"))
+
+    first.lease.close(Outcome.OK, None)
+    clock[0] += 1.0
+    await other.ask("word " * 100, "s")
+    assert sum(other.fleet.sessions.at_home.values()) == 1, "it comes back to another router"
+
+
 # --- settings ------------------------------------------------------------------------------------------------
 
 
