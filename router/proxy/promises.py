@@ -188,8 +188,13 @@ class Promises:
         """An answer of so many tokens has ended whose ids are not known: the session's next prompt may tell them."""
         if prepared.session is not None and prepared.tokens is not None:
             key = (prepared.model, prepared.session)
-            self._answered[key] = _Answered(member, prepared, output_tokens, first_words)
-            self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._answered.pop, key, None)))
+            answered = self._answered[key] = _Answered(member, prepared, output_tokens, first_words)
+            self._expiring.append((now + PROVISIONAL_SECONDS, partial(self._forget, key, answered)))
+
+    def _forget(self, key: tuple[str, SessionKey], answered: _Answered) -> None:
+        """Nobody has brought it back in time, unless the session was answered once more since."""
+        if self._answered.get(key) is answered:
+            del self._answered[key]
 
     def recall(self, prepared: PreparedRequest, *, now: float) -> None:
         """What the session's last answer left behind, if this prompt brings it back whole.

@@ -69,7 +69,7 @@ class Relay:
         """What the worker reported, as far as it has come: usage, the ids of its tokens where they are told, and who
         tells the text that it began with.
         """
-        return self._tap.usage, self._tap.ids, self._tap.first_words
+        return self._tap.usage, self._tap.ids, self._tap.first_words()
 
     def generated_tokens(self) -> int:
         """Of a streamed answer, as far as it has come: engines send about one an event."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -22,7 +23,7 @@ _LAST_EVENTS: Final = (
 )
 #: How a piece begins that begins with an event: ``data``, ``event``, ``id``, ``retry``. Others may be comments.
 _FIELDS: Final = b"deir"
-#: So much of a stream is kept as its beginning: some eight of the engines' events.
+#: So much is kept as an answer's beginning: of a stream some eight of the engines' events.
 _BEGINNING_BYTES: Final = 2048
 
 #: Told the ids of an answer's tokens, as far as they have come.
@@ -77,9 +78,12 @@ class StreamTap:
             self._read_ids(data, self._on_ids)
         return data
 
-    def first_words(self) -> str:
-        """The text that the answer begins with; empty where it begins with none, or none has come."""
-        return first_words_of_stream(self._beginning)
+    def first_words(self) -> Callable[[], str]:
+        """Who tells the text that the answer begins with; empty where it begins with none, or none has come.
+
+        It may outlive the answer, and keeps no more of it.
+        """
+        return partial(first_words_of_stream, self._beginning)
 
     def _cut(self, data: bytes) -> bytes:
         """Anything: parts of events, many of them, blank lines, comments."""
@@ -184,6 +188,7 @@ class BodyTap:
         """Of what has been fed."""
         return token_ids(b"".join(self._pieces)) if self._reads_ids else ()
 
-    def first_words(self) -> str:
-        """All of its text; empty where there is none."""
-        return first_words(b"".join(self._pieces))
+    def first_words(self) -> Callable[[], str]:
+        """As of a ``StreamTap``."""
+        words = first_words(b"".join(self._pieces))[:_BEGINNING_BYTES]
+        return lambda: words

@@ -313,3 +313,21 @@ async def next_turn(*, spoken: int, first_words: Callable[[], str] | None) -> tu
     attempt.lease.close(Outcome.OK, Usage(length, said + spoken, 0), first_words=first_words)
     world.now += 0.1
     return (await world.ask(second, session="s")).decision.expected_cached_tokens, length, said
+
+
+async def test_the_time_of_an_earlier_answer_ends_with_that_answer() -> None:
+    """Two turns of one session within the time that promises have: the first one's is over, the second one's is not."""
+    world = World(ranks=1)
+    world.brain.set_tokenizer("m", PromptTokenizer.from_files(FILES[0], {"chat_template": CHATML}))
+    messages, said = [{"role": "user", "content": "go on for a while " * 10}], len(TOKENIZER.ids(ANSWER))
+    expected = length = before = 0
+    for _ in range(3):
+        before, length = length, len((await world.prepare(messages)).tokens or ())
+        attempt = await world.ask(messages, session="s")
+        expected = attempt.decision.expected_cached_tokens
+        attempt.lease.close(Outcome.OK, Usage(length, said + 1, 0))
+        world.now += 0.6 * PROVISIONAL_SECONDS
+        await world.ask(prompt_of(20))  # what is past its time goes when somebody asks
+        messages += [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "and then"}]
+
+    assert expected == (before + said) // BLOCK * BLOCK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -236,7 +237,7 @@ def test_an_answer_in_one_document_tells_ids_and_words() -> None:
     for choice, words in (({"message": {"content": "so it is"}}, "so it is"), ({"text": "or not"}, "or not")):
         tap = BodyTap(reads_ids=True)
         tap.feed(json.dumps({"choices": [{"index": 0, "token_ids": [3, 4], **choice}]}).encode())
-        assert (list(tap.ids), tap.first_words()) == ([3, 4], words)
+        assert (list(tap.ids), tap.first_words()()) == ([3, 4], words)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_first_words(stream: bytes, words: str) -> None:
     """The text that a stream begins with."""
     tap = StreamTap()
     tap.feed(stream)
-    assert tap.first_words() == words
+    assert tap.first_words()() == words
 
 
 def test_of_a_long_stream_the_beginning_is_kept() -> None:
@@ -261,5 +262,24 @@ def test_of_a_long_stream_the_beginning_is_kept() -> None:
     tap = StreamTap()
     for number in range(1000):
         tap.feed(chunk(None, f"{number} "))
-    assert len(tap.first_words()) >= 16
-    assert "".join(f"{number} " for number in range(1000)).startswith(tap.first_words())
+    assert len(tap.first_words()()) >= 16
+    assert "".join(f"{number} " for number in range(1000)).startswith(tap.first_words()())
+
+
+def test_who_tells_the_words_keeps_no_more_of_the_answer() -> None:
+    """They are kept for seconds, of every answer that has just ended."""
+    event = chunk(None, "so it is") + chunk(None, "x" * 400_000)
+    document = json.dumps({"choices": [{"message": {"content": "so it is" + "x" * 400_000}}]}).encode()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        kept = []
+        for tap, answer in ((StreamTap(), event), (BodyTap(), document)):
+            tap.feed(bytes(bytearray(answer)))
+            kept.append(tap.first_words())
+        del tap
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 16_384
+    assert [words().startswith("so it is") for words in kept] == [True, True]
