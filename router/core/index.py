@@ -61,8 +61,10 @@ class PrefixIndex(Residency):
                 promised[group] = self._promised(rank, group, rule, keys, start=usable, ends=kept)
         return self._expect(rank, slot, promised, Expected(keys, limit))
 
-    def promise_more(self, slot: int, keys: Sequence[int], *, start: int) -> Ticket:
-        """Count the units from ``start`` on as resident, too: what a request has generated."""
+    def promise_more(self, slot: int, keys: Sequence[int], *, start: int, behind: Ticket | None = None) -> Ticket:
+        """Count the units from ``start`` on as resident, too: what a request has generated, ``behind`` what was
+        promised of it before.
+        """
         rank = self._ranks[slot]
         start -= start % rank.stride
         ends = keys[rank.stride - 1 :: rank.stride]
@@ -71,6 +73,9 @@ class PrefixIndex(Residency):
         promised: dict[int, Sequence[int]] = {DENSE: () if rank.is_lone else [ends[at] for at in lacking]}
         for group, rule in rank.rules.items():
             promised[group] = self._promised(rank, group, rule, keys, start=start, ends=set())
+        earlier = None if behind is None else self.provisional.outgrown(behind)
+        if earlier is not None and earlier.start is not None:
+            start = earlier.start
         return self._expect(rank, slot, promised, Expected(keys, start=start))
 
     def _expect(self, rank: RankState, slot: int, promised: dict[int, Sequence[int]], expected: Expected) -> Ticket:

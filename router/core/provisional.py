@@ -95,6 +95,10 @@ class Provisional:
         """The chains that a rank is to store, those promised last first."""
         return reversed(self._expected.get(slot, {}).values())
 
+    def outgrown(self, ticket: Ticket) -> Expected | None:
+        """Remember a ticket's chain no longer: another's, which begins with it, takes its place. Returns it."""
+        return self._expected.get(ticket.slot, {}).pop(ticket.number, None)
+
     def ends_prompt(self, slot: int, key: int, *, stride: int) -> bool:
         """Whether a prompt in flight has this as its last whole block, of ``stride`` units."""
         prompts = (each.keys for each in self.expected(slot) if each.start is None and len(each.keys) >= stride)
@@ -132,8 +136,7 @@ class Provisional:
 
     def drop(self, ticket: Ticket) -> None:
         """Take back what ``add`` entered, as far as it still stands."""
-        if (expected := self._expected.get(ticket.slot)) is not None:
-            expected.pop(ticket.number, None)
+        self.outgrown(ticket)
         if ticket.number in self._entries:
             self._remove(ticket.number)
 

@@ -144,10 +144,14 @@ class Leases:
     def generated(self, lease: Lease, ids: Sequence[int]) -> None:
         """An answer that tells its ids has come so far."""
         member, prepared = lease.member, lease.prepared
-        known = lease.answer_keys
-        if known is None and member.index is not None:
+        known, behind = lease.answer_keys, None
+        if known is not None:
+            behind = lease.promises[-1]
+        elif member.index is not None:
             known = prepared.keys(member.index.block_tokens)
-        if known is not None and (filled := self._promises.generated(member, prepared, ids, known=known)):
+        if known is None:
+            return
+        if filled := self._promises.generated(member, prepared, ids, known=known, behind=behind):
             promise, lease.answer_keys = filled
             lease.promises.append(promise)
 

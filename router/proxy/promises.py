@@ -145,10 +145,17 @@ class Promises:
         return index, index.promise_more(member.slot, keys, start=start)
 
     def generated(
-        self, member: Member, prepared: PreparedRequest, ids: Sequence[int], *, known: Sequence[int]
+        self,
+        member: Member,
+        prepared: PreparedRequest,
+        ids: Sequence[int],
+        *,
+        known: Sequence[int],
+        behind: Promise | None,
     ) -> tuple[Promise, Sequence[int]] | None:
-        """The blocks that an answer has filled since all that are ``known``, which are those of its prompt and behind
-        it; and all now. None while it fills no other, or its rank keeps no answer before it has ended.
+        """The blocks that an answer has filled since all that are ``known``, which are those of its prompt and of it
+        what ``behind`` promised last; and all now. None while it fills no other, or its rank keeps no answer before it
+        has ended.
         """
         index = member.index
         if (
@@ -167,7 +174,8 @@ class Promises:
         rest = prepared.tokens[start * unit :] + new
         seed = known[-1] if known else prepared.seed
         keys = (*known, *block_keys(rest, block_tokens=unit, parent=seed))
-        return (index, index.promise_more(member.slot, keys, start=start)), keys
+        last = behind[1] if behind is not None and behind[0] is index else None
+        return (index, index.promise_more(member.slot, keys, start=start, behind=last)), keys
 
     @staticmethod
     def reused(member: Member, prepared: PreparedRequest, *, tokens: int) -> None:

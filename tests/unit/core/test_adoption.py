@@ -83,6 +83,20 @@ def test_a_generated_block_is_placed_once_the_answer_is_known(index: PrefixIndex
     assert reusable(index, TOKENS) == 12
 
 
+def test_a_generated_block_is_placed_while_those_behind_it_are_promised(index: PrefixIndex) -> None:
+    """Its event comes late: the answer has filled another since."""
+    prompt = promise(index, TOKENS[:8])
+    first = index.promise_more(0, keys(TOKENS)[:5], start=4)
+    second = index.promise_more(0, keys(TOKENS), start=5, behind=first)
+    assert [(len(chain.keys), chain.start) for chain in index.provisional.expected(0)] == [(6, 4), (4, None)]
+    index.apply(0, stored(TOKENS[:10], 4))
+    assert index.orphans(0) == 0
+
+    for ticket in (prompt, first, second):
+        index.provisional.drop(ticket)
+    assert reusable(index, TOKENS) == 10
+
+
 def test_other_tokens_find_no_place(index: PrefixIndex) -> None:
     """No position is guessed: the event is not what the prompt would store."""
     ticket = promise(index, TOKENS)

@@ -267,6 +267,24 @@ async def test_an_answer_counts_as_it_streams_where_it_tells_its_ids() -> None:
     assert await world.promised(tokens) == {}
 
 
+async def test_of_an_answer_that_streams_its_chain_is_remembered_once() -> None:
+    """Not once a block: of a prompt of 100,000 tokens and an answer of 16,000 that was 56 MB. Prompt and answer are
+    two, until they are nobody's.
+    """
+    world, tokens = of_vllm(), prompt_of(500)
+    attempt = await world.ask(tokens[:100])
+    attempt.lease.first_byte()
+    index = world.fleet.member(0).index
+    assert index is not None
+    for told in range(400):
+        attempt.lease.generated(tokens[100 : 100 + told])
+    chains = [(len(chain.keys), chain.start) for chain in index.provisional.expected(0)]
+    assert chains == [(31, 6), (6, None)]
+
+    attempt.lease.close(Outcome.RESET, None)
+    assert [*index.provisional.expected(0)] == []
+
+
 async def test_an_answer_that_breaks_is_taken_back() -> None:
     """Of what has been promised of it nothing is left."""
     world, tokens = of_vllm(), prompt_of(140)
