@@ -217,6 +217,8 @@ class UpstreamConnection:
         self._pool.lost(self)
         if not self._complete:
             self._fail(Outcome.RESET, "the worker closed the connection")
+        elif self._receiver is not None:  # it raised while it was told, upon which the loop closes the connection
+            self._fail(Outcome.FAULT, "the router failed on the answer")
 
     def _end(self, failure: Failure | None) -> None:
         receiver, self._receiver = self._receiver, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +13,7 @@ from router.core.types import Engine
 from router.settings import UpstreamSettings
 from router.wire.usage import Usage
 from tests.fakes.fault_worker import OK_BODY, FaultWorker, Move, Script, answer, chunk, event, stream_head
-from tests.fakes.proxy_rig import CHAT, rig, target
+from tests.fakes.proxy_rig import CHAT, FakeLease, rig, target
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -225,6 +226,21 @@ async def test_the_ids_of_an_answer_are_read_where_the_client_asked_for_them(*, 
         assert answer_.body == stream
         (lease,) = it.brain.leases
         assert (lease.ids, lease.heard_ids, lease.words) == ([7, 8, 9] if asks else [], 3 * asks, "so it is")
+
+
+async def test_an_answer_that_the_router_fails_on_ends_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of it has come by then: nobody would wait for more, and the client for ever."""
+
+    def fail(lease: FakeLease, ids: Sequence[int]) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(FakeLease, "generated", fail)
+    told = event({"choices": [{"index": 0, "delta": {"content": "so"}, "token_ids": [7]}]})
+    async with FaultWorker([(stream_head() + chunk(told) + chunk(b""),)]) as worker, rig(target(worker.port)) as it:
+        async with asyncio.timeout(5.0):
+            answer_ = await it.ask({**ASK, "stream": True, "return_token_ids": True})
+        assert b'"error"' in answer_.body
+        assert it.brain.outcomes == ["fault"]
 
 
 async def test_compressed_stream_is_not_looked_into() -> None:
