@@ -7,13 +7,14 @@ so a decision sees one consistent moment. No I/O here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 
 from router.core.breaker import BreakerParameters, Breakers
-from router.core.continuity_types import MAY_BE_ANOTHER
+from router.core.continuity_types import MAY_BE_ANOTHER, Cause
 from router.core.forecast import Pool
 from router.core.fullness import FullRanks
 from router.core.index import PrefixIndex
@@ -194,7 +195,7 @@ class Fleet:
         if self._held:
             now = self.clock()
             for slot in [slot for slot, held in self._held.items() if now >= held.until]:
-                self._believe(slot, now=now)
+                self._believe_unasked(self._members[slot], now=now)
         return self._indexes.serving(model)
 
     def let_go(self) -> bool:
@@ -245,6 +246,7 @@ class Fleet:
         if slot in self._held:
             return self._apply_held(member, batch, now=now, is_last=is_last)
         whole = True
+        is_torn, member.is_torn = member.is_torn, False
         unit_tokens = math.gcd(
             member.block_tokens or 0,
             *(
@@ -257,13 +259,10 @@ class Fleet:
             whole = member.index is None or not member.index.blocks(slot)
             self._join_index(member, unit_tokens)
         entered = member.entered_blocks
-        counts: dict[str, int] = {}
-        for event in batch.events:
-            name = type(event).__name__
-            counts[name] = counts.get(name, 0) + 1
-            if member.index is not None:
-                member.index.apply(slot, event)
+        counts = Counter(type(event).__name__ for event in batch.events)
         if member.index is not None:
+            for event in batch.events:
+                member.index.apply(slot, event)
             if is_last:
                 member.index.end_batch(slot)
             whole = not member.index.was_contradicted(slot) and whole
@@ -276,7 +275,7 @@ class Fleet:
         for name, count in counts.items():
             self._metrics.events.labels(*member.labels, name).inc(count)
         self._measure(member)
-        return whole
+        return whole and not is_torn
 
     def expect_clear(self, slot: int, *, since: float) -> None:
         """The rank's cache was emptied through the router, which asked for it at ``since``. vLLM's own clear comes with
@@ -303,11 +302,20 @@ class Fleet:
         outcomes = [self.apply(slot, each, now=now, is_last=is_last) for each, is_last in self._held.pop(slot).batches]
         return all(outcomes)
 
+    def _believe_unasked(self, member: Member, *, now: float) -> None:
+        """The same for a decision, which cannot help it if the picture is gone: the rank's next event tells."""
+        try:
+            member.is_torn = not self._believe(member.slot, now=now)
+        except Exception:  # noqa: BLE001 - the boundary: what one worker says must not fail a request
+            self._metrics.event_damage.labels(*member.labels).inc()
+            self.clear(member.slot, Cause.DAMAGE)
+            member.is_torn = True
+
     def clear(self, slot: int, cause: str) -> None:
         """Throw a rank's picture away: nothing stale is trusted."""
         member = self._members[slot]
         self._held.pop(slot, None)
-        member.idle_events = 0
+        member.idle_events, member.is_torn = 0, False
         if member.index is not None:
             begin = member.index.begin_anew if cause in MAY_BE_ANOTHER else member.index.clear
             begin(slot)
@@ -322,6 +330,7 @@ class Fleet:
             member.index.clear(slot)
         if (held := self._held.get(slot)) is not None:
             held.batches.clear()
+        member.is_torn = False
         return self.apply(slot, snapshot.batch, now=now, is_last=is_last)
 
     def _join_index(self, member: Member, block_tokens: int) -> None:
@@ -335,12 +344,9 @@ class Fleet:
         blocks = member.pool_tokens // block_tokens if member.pool_tokens else None
         if blocks and member.target.engine is Engine.VLLM:
             blocks -= 1  # one stands for no block at all
-        is_radix = member.target.engine is Engine.SGLANG
-        pool = (
-            RadixPool(blocks, page_tokens=block_tokens, seats=member.max_running_requests)
-            if is_radix
-            else Pool(blocks, all_blocks=member.pool_blocks)
-        )
+        pool = Pool(blocks, all_blocks=member.pool_blocks)
+        if member.target.engine is Engine.SGLANG:
+            pool = RadixPool(blocks, page_tokens=block_tokens, seats=member.max_running_requests)
         member.index.add_rank(
             member.slot,
             domain=member.target.engine,

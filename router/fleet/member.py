@@ -61,6 +61,8 @@ class Member:
     cleared_at: float = -math.inf
     #: Store events since one had an effect.
     idle_events: int = 0
+    #: Its picture was lost, and its stream has not been told.
+    is_torn: bool = False
     cards: Mapping[str, ModelCard] = field(default_factory=dict)
     #: It computes prompts only. Asked for several times a request.
     is_prefill: bool = field(init=False)

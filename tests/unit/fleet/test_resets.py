@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from router.core.index import PrefixIndex
 from router.core.types import Engine, RankId
 from router.fleet.fleet import CLEAR_SECONDS, Fleet
 from router.fleet.member import DEAF_EVENTS
@@ -113,6 +115,27 @@ def test_nor_need_an_idle_engine_say_more() -> None:
 
     assert index.blocks(world.slot) == 1
     assert world.fleet.promised_tokens(world.slot, (2, 2, 9)) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_decision_that_finds_the_picture_lost_goes_on(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held back has blocks of another size, or the index fails at it: with its next event the rank is asked
+    for all of it, once.
+    """
+    world = World()
+    world.publish(stored(1))
+    world.fleet.expect_clear(world.slot, since=world.now)
+    world.publish(stored(2))
+    world.publish(BlockStored((9,), None, (5,), 1))
+    world.now = CLEAR_SECONDS
+    with monkeypatch.context() as patched:
+        if fails:
+            patched.setattr(PrefixIndex, "apply", lambda _index, slot, _event: {}[slot])
+        (index,) = world.fleet.indexes("m")
+    assert index.blocks(world.slot) == 0
+
+    assert not world.fleet.apply(world.slot, EventBatch(0.0, (stored(3),)), now=world.now)
+    assert world.fleet.apply(world.slot, EventBatch(0.0, (stored(4),)), now=world.now)
 
 
 def test_a_stream_without_effect_is_reported() -> None:
