@@ -213,11 +213,11 @@ class Forwarding:
     def on_answer(self, head: AnswerHead, length: int | None) -> None:
         """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
         try:
-            self._exchange.stop_comments()
             if outcome_of(head.status) in REFUSALS or (self._exchange.is_held_open and not is_good_stream(head)):
                 self._refusal = Refusal(head, self._decision_lines())
                 self.on_body = self._collect
             else:
+                self._exchange.stop_comments()
                 self.on_body = self._relay = self._start(head, length)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)

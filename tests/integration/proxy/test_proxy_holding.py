@@ -212,6 +212,26 @@ async def test_a_stream_that_is_held_no_more_is_told_of_no_place_in_the_queue() 
         await client.close()
 
 
+async def test_a_held_stream_is_kept_open_while_another_rank_is_tried() -> None:
+    """The first one that had room answers that it cannot; the second one takes its time."""
+    async with (
+        _full(comment_seconds=0.02, first_byte_seconds=5) as (world, _),
+        FaultWorker([(answer(500, b"{}"),), (0.3, *STREAM)]) as other,
+    ):
+        client = await _held(world, 1, stream=True)
+        await client.head()
+        world.add_rank(other.port)
+        world.add_rank(other.port)
+        async with asyncio.timeout(3):
+            await until(lambda: len(other.requests) == 2)
+            pieces: list[bytes] = []
+            while (piece := await client.piece()) is not None:
+                pieces.append(piece)
+        assert pieces.count(b": waiting for the answer\n\n") >= 5
+        assert list(_events(b"".join(pieces))) == [DELTA.strip(), b"data: [DONE]"]
+        await client.close()
+
+
 async def test_a_stream_that_was_never_open_is_not_opened_once_it_is_held_no_more() -> None:
     """Its status is still to come, and is the worker's."""
     async with (
