@@ -218,7 +218,8 @@ class RouteRequest(Frozen, frozen=True):
     less be reused. Told of conversations without a home (absent: no more than is reusable).
     ``common_tokens`` of the prompt are of other conversations as well (None: not known).
     ``at_home[slot]`` are the sessions at home on that rank that have come back before (absent: none).
-    ``parent_home`` is the slot of the rank that its parent is at home on, if it has one.
+    ``parent_home`` is the slot of the rank that its parent is at home on, if it has one, ``prefill_parent_home`` of the
+    one that computed the parent's last prompt where ranks share the work.
     """
 
     model: str
@@ -239,6 +240,7 @@ class RouteRequest(Frozen, frozen=True):
     common_tokens: int | None = None
     at_home: Mapping[int, int] = msgspec.field(default_factory=dict)
     parent_home: int | None = None
+    prefill_parent_home: int | None = None
 
 
 class Price(NamedTuple):

@@ -48,7 +48,8 @@ def is_split(view: FleetView, request: RouteRequest) -> bool:
 
 def prompt_alone(request: RouteRequest) -> RouteRequest:
     """The request as a prefill rank sees it: no answer, and a home of its own."""
-    return msgspec.structs.replace(request, home=request.prefill_home, output_tokens=0)
+    home, parent_home = request.prefill_home, request.prefill_parent_home
+    return msgspec.structs.replace(request, home=home, parent_home=parent_home, output_tokens=0)
 
 
 def has_partner(view: FleetView, request: RouteRequest, rank: RankView) -> bool:

@@ -314,7 +314,7 @@ class RouterBrain(Models):
         model, session = prepared.model, prepared.session
         self._promises.expire(now)
         reusable = knowledge.reusable(prepared)
-        home = prefill_home = parent_home = None
+        home = prefill_home = parent_home = prefill_parent_home = None
         is_beginning = False
         charged_elsewhere: Mapping[int, int] = {}
         common_tokens: int | None = None
@@ -324,6 +324,7 @@ class RouterBrain(Models):
                 answering, computing = by_part(reusable, fleet.view)
                 prefill_home = fleet.home(model, session, now=now, held=computing, is_prefill=True)
                 prefill_home = knowledge.home(prepared, computing, prefill_home)
+                prefill_parent_home = fleet.prompts.parent_home(model, session, now=now)
             home = knowledge.home(prepared, answering, fleet.home(model, session, now=now, held=answering))
             is_beginning = fleet.sessions.is_beginning(model, session)
             parent_home = fleet.sessions.parent_home(model, session, now=now)
@@ -350,6 +351,7 @@ class RouterBrain(Models):
             common_tokens=common_tokens,
             at_home={**fleet.sessions.at_home, **fleet.prompts.at_home} if self.makes_pairs else fleet.sessions.at_home,
             parent_home=parent_home,
+            prefill_parent_home=prefill_parent_home,
         )
 
     def _note(self, lease: Lease, request: RouteRequest, *, failing: frozenset[int], now: float) -> None:

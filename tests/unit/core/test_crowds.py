@@ -9,6 +9,7 @@ import pytest
 
 from router.core.cost import CostParameters, prices
 from router.core.load import LoadBook
+from router.core.pd import prefill_prices
 from router.core.policy import make_policy
 from router.core.session import SessionTable
 from router.core.types import FleetView, RankPace, RankView, Residency, RouteRequest, SessionKey
@@ -81,6 +82,15 @@ def test_what_a_child_pushes_out_of_its_parents_rank_is_wanted_back() -> None:
     found = prices(full, request, home=None, parameters=CostParameters(), now=0.0)
 
     assert [price.evict_seconds for price in found] == pytest.approx([0.5 * 1.01, 1.01])
+
+
+def test_where_ranks_share_the_work_its_prompts_are_at_home_elsewhere() -> None:
+    """On prefill ranks: what is pushed out of the one that computed the parent's last prompt is computed again."""
+    request = asked(session=CHILD, parent_home=5, prefill_parent_home=1)
+    full = ranks(2, pool_tokens=5000, residency=Residency(5000))
+    found = prefill_prices(full, request, parameters=CostParameters(), now=0.0)
+
+    assert [price.evict_seconds for price in found] == pytest.approx([0.5, 1.0])
 
 
 def test_a_subagent_knows_its_parents_home() -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from router.core.pd import HANDOVER_SECONDS
-from router.core.types import Engine, Handover, Part, RankId, RankStatus, Reason, WorkerRole
+from router.core.types import (
+    Decision,
+    Engine,
+    FleetView,
+    Handover,
+    Part,
+    RankId,
+    RankStatus,
+    Reason,
+    RouteRequest,
+    WorkerRole,
+)
 from router.fleet.fleet import Fleet
 from router.fleet.target import Target
 from router.proxy.brain import RouterBrain
@@ -118,6 +130,24 @@ async def test_a_session_has_two_homes() -> None:
     for slot in (prefill, decode):
         world.fleet.remove_rank(slot)
     assert legs(await world.ask(900)) == (1 - prefill, 5 - decode)
+
+
+async def test_a_childs_parent_has_two_homes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a child pushes out of either is wanted back."""
+    world, asked = World(), list[RouteRequest]()
+    parent = await world.ask()
+    policy = world.brain._policy
+
+    def hear(view: FleetView, request: RouteRequest, rng: Random, now: float) -> Decision | None:
+        asked.append(request)
+        return policy(view, request, rng, now)
+
+    monkeypatch.setattr(world.brain, "_policy", hear)
+    body = json.dumps({"model": "m", "prompt": PROMPT[:500]}).encode()
+    headers = {"x-session-id": "s", "x-claude-code-agent-id": "reader"}
+    request = parse_request(Endpoint.COMPLETIONS, body)
+    world.brain.choose(await world.brain.prepare(request, headers, tenant="t", request_id="r"))
+    assert [(each.prefill_parent_home, each.parent_home) for each in asked] == [legs(parent)]
 
 
 async def test_expectations_are_the_prefill_ranks() -> None:
