@@ -65,7 +65,7 @@ LOAD_RATIO = 0.2
 #: Conversations that are expected to begin with a head after one that does, and subagents after a subagent.
 _FOLLOWERS, _FOLLOWING_AGENTS = 3.0, 1.0
 #: The part of a shared head that is credited to a conversation that begins, where no more sessions are at home than on
-#: the mean of all ranks and so many.
+#: the mean of all ranks, what chance brings beside, and so many.
 _SHARED_CREDIT_RATIO = 1.0 / (1.0 + _FOLLOWERS)
 _CROWD = 1.0
 #: What a prompt of many that begin together costs the others, for a second of its own work.
@@ -154,7 +154,7 @@ def prices(
         else:
             credit_ratio -= request.return_ratio * (1.0 - _SHARED_CREDIT_RATIO)
             mean_at_home = sum([at_home.get(rank.slot, 0) for rank in ranks]) / len(ranks)
-            most_at_home = mean_at_home + _CROWD
+            most_at_home = mean_at_home + math.sqrt(mean_at_home) + _CROWD
         if stored:
             ready_tokens, most_tokens = max(held), max([stored.get(rank.slot, 0) for rank in ranks])
             unready_tokens = most_tokens if most_tokens > ready_tokens else 0

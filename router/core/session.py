@@ -235,7 +235,7 @@ class Binding:
 
     There may be several: what asks for a title or counts tokens under the session's name leaves nothing of the
     conversation where it is served. ``inflight`` keeps the binding alive while a request of it runs, however long that
-    takes. ``is_answered``: one of them was, and ``comes_back``: another has begun since.
+    takes. ``is_answered``: one of them was, and ``comes_back``: another has begun soon after.
     """
 
     homes: tuple[Tenure, ...]
@@ -272,7 +272,7 @@ class SessionTable:
         self.returns = Returns()
         self.max_sessions = max_sessions
         self.idle_seconds = idle_seconds
-        #: Sessions that come back, by the slot that served them last; subagents are not counted.
+        #: Sessions that have come back soon, by the slot that served them last; subagents are not counted.
         self.at_home: dict[int, int] = {}
         self._bindings: OrderedDict[Conversation, Binding] = OrderedDict()
         self._tenures: dict[int, Tenure] = {}
@@ -312,7 +312,8 @@ class SessionTable:
         """A request of the session was sent to ``slot``, a home of it from now on. Give the binding to ``finish``."""
         conversation = (model, key)
         binding = self._bound(conversation) or self._bind(conversation, slot, used_at=now, now=now)
-        self._serve(key, binding, slot, comes_back=binding.is_answered)
+        is_soon = binding.is_answered and now - binding.used_at <= Returns.SOON_SECONDS
+        self._serve(key, binding, slot, comes_back=is_soon)
         binding.used_at = now
         binding.inflight += 1
         self._bindings.move_to_end(conversation)

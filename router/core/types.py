@@ -217,7 +217,7 @@ class RouteRequest(Frozen, frozen=True):
     ``stored_tokens[slot]`` is the prefix that full attention finds on that rank, of which other kinds of layers may let
     less be reused. Told of conversations without a home (absent: no more than is reusable).
     ``common_tokens`` of the prompt are of other conversations as well (None: not known).
-    ``at_home[slot]`` are the sessions at home on that rank that have come back before (absent: none).
+    ``at_home[slot]`` are the sessions at home on that rank that have come back soon before (absent: none).
     ``parent_home`` is the slot of the rank that its parent is at home on, if it has one, ``prefill_parent_home`` of the
     one that computed the parent's last prompt where ranks share the work.
     """
