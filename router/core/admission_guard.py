@@ -34,7 +34,7 @@ class Guard:
     ranks for which requests are held, since what holding saves cannot be seen.
     """
 
-    RETURN_ON, RETURN_OFF = 0.45, 0.35
+    RETURN_ON, RETURN_OFF = 0.4, 0.2
     EVICTED_ON, EVICTED_OFF = 0.1, 0.03
     #: Seconds over which the share of evictions forgets half.
     EVICTED_HALVE_SECONDS = 120.0
