@@ -69,8 +69,7 @@ class _Kind:
         #: When, uncached and context tokens, and seconds served.
         self.samples: deque[tuple[float, int, int, float]] = deque(maxlen=_SAMPLES_OF_A_KIND)
         self.is_settled = False
-        self.at = self.prefill_seconds = self.served_seconds = 0.0
-        self.context_tokens = 0
+        self.at = self.context_tokens = self.prefill_seconds = self.served_seconds = 0.0
 
     def add(self, sample: tuple[float, int, int, float]) -> None:
         """One more."""
