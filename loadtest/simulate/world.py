@@ -327,7 +327,6 @@ class World:
                 served_seconds=served,
                 uncached_tokens=job.prompt_tokens - job.cached_tokens,
                 context_tokens=job.prompt_tokens,
-                now=self.now,
             )
         flight.visit.first_token()
         self._meter.first_token(request, job, now=self.now)

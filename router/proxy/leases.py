@@ -130,7 +130,7 @@ class Leases:
         is_whole = lease.claim.heard_by is not None
         if is_whole and (decision.prefill is not None or served >= decision.expected_prefill_seconds):
             return
-        learn_pace(lease.member, decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served, now=now)
+        learn_pace(lease.member, decision, prompt_tokens=prepared.prompt_tokens, served_seconds=served)
 
     def _filled(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         """The prompt's blocks are there now."""

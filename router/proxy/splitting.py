@@ -42,7 +42,7 @@ def no_worker(view: FleetView, model: str) -> NoWorker:
             return NoWorker(f"No worker is ready for {model!r} now.")
 
 
-def learn_pace(member: Member, decision: Decision, *, prompt_tokens: int, served_seconds: float, now: float) -> None:
+def learn_pace(member: Member, decision: Decision, *, prompt_tokens: int, served_seconds: float) -> None:
     """A first token came ``served_seconds`` after the rank began on it: of the prompt, or of what it was handed.
 
     SGLang's decode rank is asked when its partner is, so its time says nothing of the transfer; the partner answers
@@ -59,5 +59,4 @@ def learn_pace(member: Member, decision: Decision, *, prompt_tokens: int, served
         served_seconds=served_seconds,
         uncached_tokens=prompt_tokens - decision.expected_cached_tokens,
         context_tokens=prompt_tokens,
-        now=now,
     )

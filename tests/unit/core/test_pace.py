@@ -21,11 +21,11 @@ def learn(pace: RankPace, slower: list[float], *, seed: int = 0) -> None:
     """Feed one sample of a random prompt for each entry."""
     rng = random.Random(seed)
     learner = PaceLearner(pace)
-    for number, factor in enumerate(slower):
+    for factor in slower:
         context = rng.randrange(1_000, 100_000)
         uncached = rng.randrange(100, context + 1)
         served = seconds(factor, uncached=uncached, context=context)
-        learner.observe(served_seconds=served, uncached_tokens=uncached, context_tokens=context, now=float(number))
+        learner.observe(served_seconds=served, uncached_tokens=uncached, context_tokens=context)
 
 
 @pytest.mark.parametrize(("uncached", "context"), [(1000, 1000), (100, 50_000), (100_000, 100_000), (0, 10)])
@@ -38,11 +38,11 @@ def test_the_prior_prices_tokens_and_attention(uncached: int, context: int) -> N
 
 @pytest.mark.parametrize("slower", [3.0, 1 / 3])
 def test_a_rank_three_times_off_is_known_by_the_first_sample(slower: float) -> None:
-    """But for what was believed before. And stays so."""
+    """And stays so."""
     for samples in (1, 20):
         pace = prior(1000)
         learn(pace, [slower] * samples)
-        assert pace.factor == pytest.approx(slower, rel=0.06 if samples == 1 else 0.02)
+        assert pace.factor == pytest.approx(slower, rel=0.01)
 
 
 @pytest.mark.parametrize("slower", [50.0, 1 / 50])
@@ -52,19 +52,18 @@ def test_a_rank_fifty_times_off_is_known_by_the_third(slower: float) -> None:
     for samples, factor in believed.items():
         pace = prior(1000)
         learn(pace, [slower] * samples)
-        assert pace.factor == pytest.approx(factor if slower > 1 else 1 / factor, rel=0.06)
+        assert pace.factor == pytest.approx(factor if slower > 1 else 1 / factor)
 
 
 def test_a_first_request_that_had_to_wait_for_a_compiler_is_forgotten() -> None:
-    """A thousand times as long as it should have been: four times are believed, and a fifth with the third sample,
-    of whatever kind they are."""
+    """A thousand times as long as it should have been: four times are believed, and nothing with the third sample."""
     pace = prior(1000)
     learn(pace, [1000.0])
     assert pace.factor == pytest.approx(4.0)
 
     pace = prior(1000)
-    learn(pace, [1000.0, 1.0, 1.0], seed=1)
-    assert pace.factor == pytest.approx(1.0, rel=0.2)
+    learn(pace, [1000.0, 1.0, 1.0])
+    assert pace.factor == pytest.approx(1.0)
 
 
 def test_a_rank_thirty_times_off_is_known_in_the_end() -> None:
@@ -98,11 +97,11 @@ def test_what_attention_costs_is_learned(attention_ratio: float, noise: float) -
     rng = random.Random(1)
     pace = prior(1000)
     learner = PaceLearner(pace)
-    for number in range(500):
+    for _ in range(500):
         context = rng.randrange(10_000, 200_000)
         uncached = min(context, int(rng.choice((rng.lognormvariate(6.7, 1.1), rng.lognormvariate(8, 1), context))))
         served = truth(uncached, context) * rng.lognormvariate(0.0, noise)
-        learner.observe(served_seconds=served, uncached_tokens=uncached, context_tokens=context, now=float(number))
+        learner.observe(served_seconds=served, uncached_tokens=uncached, context_tokens=context)
 
     for uncached, context in ((1_000, 10_000), (1_000, 200_000), (20_000, 20_000), (150_000, 150_000)):
         foretold = prefill_seconds(pace, uncached_tokens=uncached, context_tokens=context)
@@ -110,29 +109,29 @@ def test_what_attention_costs_is_learned(attention_ratio: float, noise: float) -
 
 
 def test_short_prefills_do_not_look_like_attention() -> None:
-    """200 tokens behind 100,000 take 50 ms more than they should: attention is not blamed."""
+    """200 tokens behind 100,000 take 50 ms more than they should: the speed is blamed, attention is not."""
     pace = prior(1000)
     learner = PaceLearner(pace)
-    for number in range(200):
-        for context, more in ((100_000, 0.05), (200, 0.0)):
-            served = seconds(1.0, uncached=200, context=context) + more
-            learner.observe(served_seconds=served, uncached_tokens=200, context_tokens=context, now=float(number))
+    for _ in range(200):
+        served = seconds(1.0, uncached=200, context=100_000) + 0.05
+        learner.observe(served_seconds=served, uncached_tokens=200, context_tokens=100_000)
+        learner.observe(served_seconds=seconds(1.0, uncached=200, context=200), uncached_tokens=200, context_tokens=200)
 
     assert pace.attention_seconds == prior(1000).attention_seconds
 
 
 def test_prompts_that_are_all_alike_teach_the_speed() -> None:
-    """3,000 noisy samples at the end of 50,000 tokens: of their own kind they foretell to a seventh."""
+    """3,000 noisy samples at the end of 50,000 tokens: of their own kind they foretell to a tenth."""
     rng = random.Random(2)
     pace = prior(1000)
     learner = PaceLearner(pace)
-    for number in range(3000):
+    for _ in range(3000):
         context = rng.randrange(49_000, 51_000)
         served = seconds(2.0, uncached=2000, context=context) * rng.lognormvariate(0.0, 0.2)
-        learner.observe(served_seconds=served, uncached_tokens=2000, context_tokens=context, now=float(number))
+        learner.observe(served_seconds=served, uncached_tokens=2000, context_tokens=context)
 
     foretold = prefill_seconds(pace, uncached_tokens=2000, context_tokens=50_000)
-    assert foretold == pytest.approx(seconds(2.0, uncached=2000, context=50_000), rel=0.15)
+    assert foretold == pytest.approx(seconds(2.0, uncached=2000, context=50_000), rel=0.1)
 
 
 @pytest.mark.parametrize("outlier", [1000.0, 0.001])
@@ -140,8 +139,8 @@ def test_an_outlier_moves_a_known_pace_by_less_than_a_tenth(outlier: float) -> N
     """A stall of minutes is one sample of many, and forty more mend it."""
     pace = prior(1000)
     learner = PaceLearner(pace)
-    for number, factor in enumerate([1.0] * 20 + [outlier]):
-        learner.observe(served_seconds=factor, uncached_tokens=1000, context_tokens=1000, now=float(number))
+    for factor in [1.0] * 20 + [outlier]:
+        learner.observe(served_seconds=factor, uncached_tokens=1000, context_tokens=1000)
     assert 0.9 < pace.factor < 1.1
 
 
@@ -157,15 +156,9 @@ def test_one_outlier_in_ten_is_borne() -> None:
 def test_what_cannot_measure_speed_is_ignored(uncached: int, served: float) -> None:
     """Tiny prefills and impossible times."""
     pace = prior(1000)
-    PaceLearner(pace).observe(served_seconds=served, uncached_tokens=uncached, context_tokens=1000, now=0.0)
+    PaceLearner(pace).observe(served_seconds=served, uncached_tokens=uncached, context_tokens=1000)
 
     assert pace.factor == 1.0
-
-
-def show(learner: PaceLearner, slower: float, *, now: float = 0.0) -> None:
-    """A prompt of 1,000 tokens that takes so many times what the prior says."""
-    served = seconds(slower, uncached=1000, context=1000)
-    learner.observe(served_seconds=served, uncached_tokens=1000, context_tokens=1000, now=now)
 
 
 def test_the_untried_are_taken_to_be_as_fast_as_the_tried() -> None:
@@ -173,122 +166,25 @@ def test_the_untried_are_taken_to_be_as_fast_as_the_tried() -> None:
     are taken at their mean, sqrt(8), until they show seconds of their own."""
     peers, paces = PacePeers(), [prior(1000) for _ in range(4)]
     first, second, third = (PaceLearner(pace, peers) for pace in paces[:3])
-    show(first, 2.0)
-    show(second, 4.0)
+    first.observe(served_seconds=seconds(2.0, uncached=1000, context=1000), uncached_tokens=1000, context_tokens=1000)
+    second.observe(served_seconds=seconds(4.0, uncached=1000, context=1000), uncached_tokens=1000, context_tokens=1000)
     PaceLearner(paces[3], peers)
 
-    factors = [pace.factor for pace in paces]
-    assert factors == pytest.approx([2.0, 4.0, 8**0.5, 8**0.5], rel=0.06)
-    assert factors[2:] == pytest.approx([(factors[0] * factors[1]) ** 0.5] * 2)
-    show(third, 8.0)
-    assert [pace.factor for pace in paces[2:]] == pytest.approx([8.0, (2 * 4 * 8) ** (1 / 3)], rel=0.06)
+    assert [pace.factor for pace in paces] == pytest.approx([2.0, 4.0, 8**0.5, 8**0.5])
+    third.observe(served_seconds=seconds(8.0, uncached=1000, context=1000), uncached_tokens=1000, context_tokens=1000)
+    assert [pace.factor for pace in paces[2:]] == pytest.approx([8.0, (2 * 4 * 8) ** (1 / 3)])
 
 
 def test_who_has_left_teaches_nobody() -> None:
     """A rank that joins after the only tried one has gone starts from the prior."""
     peers = PacePeers()
     gone = PaceLearner(prior(1000), peers)
-    show(gone, 4.0)
+    gone.observe(served_seconds=4.0, uncached_tokens=1000, context_tokens=1000)
     gone.leave()
     pace = prior(1000)
     PaceLearner(pace, peers)
 
     assert pace.factor == 1.0
-
-
-# --- what is no speed -----------------------------------------------------------------------------------
-
-
-class Synthetic:
-    """A rank whose first tokens take 50 ms and a token 50 us, as 20,000 tokens/s take, times noise of an eighth; one in
-    sixteen takes ten or a hundred times as long. Attention costs what the prior says, a half more at 100,000 tokens.
-
-    A request comes each second. ``reading_seconds`` are for each token of a prompt, cached or not.
-    """
-
-    def __init__(
-        self, *, assumed: float, seed: int = 0, reading_seconds: float = 0.0, peers: PacePeers | None = None
-    ) -> None:
-        self.now = 0.0
-        self.pace = prior(assumed)
-        self._learner = PaceLearner(self.pace, peers)
-        self._rng = random.Random(seed)
-        self._reading_seconds = reading_seconds
-
-    def session(self, *, first: int, turns: int, turn: int) -> None:
-        """Turns of about so many tokens, after a first prompt."""
-        rng, context = self._rng, 0
-        for number in range(turns):
-            uncached = int(turn * rng.lognormvariate(0.0, 0.3)) if number else first
-            context += uncached
-            served = 0.05 + self._reading_seconds * context
-            served += uncached / 20_000 * (1 + 0.5 * (context - uncached / 2) / 100_000)
-            served *= rng.lognormvariate(0.0, 0.125) * (rng.choice((10.0, 100.0)) if rng.random() < 1 / 16 else 1.0)
-            self._learner.observe(served_seconds=served, uncached_tokens=uncached, context_tokens=context, now=self.now)
-            self.now += 1.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second that it is believed to compute, by a prompt of 10,000 tokens: 20,000 would be right."""
-        return 1.025 * 10_000 / prefill_seconds(self.pace, uncached_tokens=10_000, context_tokens=10_000)
-
-
-@pytest.mark.parametrize("turn", [135, 580, 5000])
-@pytest.mark.parametrize("assumed", [10_000.0, 20_000.0, 60_000.0])
-def test_what_every_first_token_takes_is_no_speed(turn: int, assumed: float) -> None:
-    """Ten sessions of twenty turns: an agent that adds 135 tokens a turn, for which the overhead is seven times the
-    prefill, shows the same speed as one that adds 5,000. The middle of nine such ranks is within a tenth of it, and
-    seven of them within a quarter."""
-    speeds = []
-    for seed in range(9):
-        rank = Synthetic(assumed=assumed, seed=seed)
-        for _ in range(10):
-            rank.session(first=3000, turns=20, turn=turn)
-        speeds.append(rank.speed)
-    speeds.sort()
-
-    assert speeds[4] == pytest.approx(20_000, rel=0.1)
-    assert speeds[1] > 15_000
-    assert speeds[-2] < 25_000
-
-
-def test_reading_a_long_prompt_is_no_speed() -> None:
-    """Each token of a context takes 3 us to be parsed and looked up: three tenths of a second at 100,000, twice what
-    the 2,800 tokens take that each turn adds. Without that the speed would seem to be a third of what it is."""
-    rank = Synthetic(assumed=20_000.0, reading_seconds=3e-6)
-    rank.session(first=2800, turns=40, turn=2800)
-
-    assert rank.speed == pytest.approx(20_000, rel=0.25)
-
-
-@pytest.mark.parametrize("turn", [100, 135, 580])
-def test_a_slow_rank_is_found_by_its_long_prompts_whatever_its_turns_take(turn: int) -> None:
-    """Three times slower than assumed, by three prompts of 8,000 tokens among sixty turns."""
-    rank = Synthetic(assumed=60_000.0)
-    for _ in range(3):
-        rank.session(first=8000, turns=20, turn=turn)
-
-    assert rank.speed == pytest.approx(20_000, rel=0.25)
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_rank_that_was_slow_once_is_tried_again(is_slow: bool) -> None:
-    """Eight times slower than the other by fifteen prompts, and nobody asks it any more. Ten minutes later that is
-    still believed, and after two hours it is as fast as the other. Then its next prompt tells."""
-    peers, paces = PacePeers(), (prior(1000), prior(1000))
-    busy, slow = (PaceLearner(pace, peers) for pace in paces)
-    factors = {}
-    for minute in range(121):
-        show(busy, 1.0, now=60.0 * minute)
-        if minute == 0:
-            for _ in range(15):
-                show(slow, 8.0)
-        factors[minute] = paces[1].factor
-    assert factors[10] == pytest.approx(8.0, rel=0.1)
-    assert factors[120] == pytest.approx(1.0, rel=0.1)
-
-    show(slow, 8.0 if is_slow else 1.0, now=7200.0)
-    assert paces[1].factor == pytest.approx(8.0 if is_slow else 1.0, rel=0.1)
 
 
 # --- trust --------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ async def test_a_whole_answer_is_no_sooner_for_the_end_of_another() -> None:
     world.now += 0.1
     second.lease.first_byte()
 
-    assert pace.factor == pytest.approx(0.5, rel=0.05)
+    assert pace.factor == pytest.approx(0.5)
 
 
 async def test_an_engine_that_does_not_tell_reuse_is_not_judged() -> None:
