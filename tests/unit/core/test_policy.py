@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from router.core.cost import CostParameters, price, prices
 from router.core.load import LoadBook, recent_seconds
 from router.core.pace import prefill_seconds, prior
-from router.core.policy import Affinity, Places, Policy, RoundRobin, SessionHash, least_loaded, make_policy
-from router.core.ring import Ring
+from router.core.policy import Affinity, Policy, RoundRobin, SessionHash, least_loaded, make_policy
 from router.core.types import (
     FleetView,
     RankPace,
@@ -387,36 +385,6 @@ def test_session_hash_moves_only_the_lost_ranks_sessions() -> None:
     after = [decide(policy, fleet, asked)[0] for asked in sessions]
     assert all(old == new for old, new in zip(before, after, strict=True) if old != 3)
     assert 3 not in after
-
-
-def test_ranks_of_several_models_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To place ranks on a ring takes ten thousand times as long as to find a session there."""
-    made: list[frozenset[str]] = []
-
-    class Counted(Ring):
-        def __init__(self, names: Iterable[str]) -> None:
-            super().__init__(names)
-            made.append(frozenset(names))
-
-    monkeypatch.setattr("router.core.policy.Ring", Counted)
-    ranks = [rank_view(slot, models=frozenset({"m", "adapter"} if slot < 4 else {"other"})) for slot in range(8)]
-    view, policy = FleetView(ranks=tuple(ranks)), SessionHash()
-    for number in range(100):
-        session = SessionKey("t", f"s{number}")
-        for model in ("m", "other", "adapter"):
-            assert policy(view, request(model=model, session=session), random.Random(0), 0.0) is not None
-
-    assert made == [{f"w/{slot}" for slot in range(4)}, {f"w/{slot}" for slot in range(4, 8)}]
-
-
-def test_places_of_ranks_that_have_gone_are_forgotten() -> None:
-    """However often the fleet changes."""
-    places = Places()
-    for gone in range(100):
-        ranks = tuple(rank_view(slot) for slot in range(100) if slot != gone)
-        places.first(FleetView(ranks=ranks), ranks, request(session=SessionKey("t", "s")))
-
-    assert len(places) <= 16
 
 
 def test_the_prior_costs_half_more_a_token_at_a_hundred_thousand_tokens() -> None:
