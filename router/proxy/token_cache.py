@@ -63,10 +63,15 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How much of a text is known: its first ``chars`` characters are ``tokens``, which are the caller's own."""
+    """How much of a text is known: its first ``chars`` characters are ``tokens``, which are the caller's own.
+
+    ``path`` are its nodes, as long as the tree has had so many ``changes`` and no more.
+    """
 
     chars: int
     tokens: array[int]
+    path: list[_Node]
+    changes: int
 
 
 class TokenCache:
@@ -81,6 +86,7 @@ class TokenCache:
         self._root = _Node(None, 0, tokens=array("I", opening))
         self._used: OrderedDict[_Node, int] = OrderedDict()  # the longest unused first, with the bytes charged
         self._bytes = 0
+        self._changes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -93,7 +99,7 @@ class TokenCache:
             tokens: array[int] = array("I")
             for node in path:
                 tokens.extend(node.tokens)
-            return Known(chars, tokens)
+            return Known(chars, tokens, path, self._changes)
 
     def keep(
         self,
@@ -112,7 +118,10 @@ class TokenCache:
             tokens.extend(ids)
         tokens.extend(tail)
         with self._lock:
-            path, chars = self._walk(text, may_cut=True)
+            if known.changes == self._changes and _is_in_tree(known.path[-1]):
+                path, chars = known.path, known.chars
+            else:
+                path, chars = self._walk(text, may_cut=True)
             start, new = known.chars, list(pieces)
             while new and start < chars:  # another thread has kept it meanwhile
                 start += len(new.pop(0)[0])
@@ -160,6 +169,7 @@ class TokenCache:
 
     def _cut(self, node: _Node, count: int) -> _Node:
         """Divide a node after some of its pieces. What was a leaf's short end is given up instead."""
+        self._changes += 1
         head = _head(node, count)
         if node.children or sum(map(len, node.pieces[count:])) > _LOOSE_CHARS:
             rest = _Node(
@@ -184,6 +194,7 @@ class TokenCache:
 
     def _append(self, path: list[_Node], pieces: Sequence[tuple[str, array[int]]]) -> None:
         """Put pieces behind the last node: into it where nothing else follows it, else as a child of it."""
+        self._changes += 1
         node = path[-1]
         if node is self._root or node.children:
             child = _Node(node, node.end_tokens(), name=hash(pieces[0][0]))
@@ -206,6 +217,7 @@ class TokenCache:
             self._charge(node)
             self._used.move_to_end(node)
         while self._bytes > self.max_bytes and self._used:
+            self._changes += 1
             node, size = self._used.popitem(last=False)
             self._bytes -= size
             assert node.parent is not None
@@ -232,6 +244,11 @@ def _head(node: _Node, count: int) -> _Node:
         name=node.name,
         text_bytes=sum(map(_bytes_of, pieces)),
     )
+
+
+def _is_in_tree(node: _Node) -> bool:
+    """Not the copy of a node's first pieces."""
+    return node.parent is None or node.parent.children.get(node.name) is node
 
 
 def _bytes_of(piece: str) -> int:

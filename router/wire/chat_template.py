@@ -100,8 +100,11 @@ def _shown(message: Message, *, walks_parts: bool) -> Message:
     if not isinstance(role, str):
         raise TemplateRefusal("each message needs a role")
     content = message.get("content")
-    if role in ("user", "tool") and isinstance(content, str) and (role == "tool" or not walks_parts):
-        return message  # as most are
+    if type(content) is str and (role == "tool" or not walks_parts):  # as most are
+        if role == "user" or role == "tool":
+            return message
+        if role == "assistant" and "tool_calls" not in message and "reasoning" not in message:
+            return message
     shown = dict(message)
     parts = _parts(content, is_system=role == "system")
     if walks_parts and role != "tool":
