@@ -10,7 +10,7 @@ import msgspec
 from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout, WorkerRefused
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import Outcome
-from router.wire import http1
+from router.wire import http1, sse
 
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
@@ -48,6 +48,34 @@ class Refusal:
     def body(self) -> bytes:
         """All of it."""
         return b"".join(self._pieces)
+
+
+def refusal_within(answer: bytes, *, is_streamed: bool) -> Refusal | None:
+    """An error that a worker tells in an answer whose head was good, as the refusal that it would have been before its
+    head: with the status that it has as its ``code``, else 500. None: it tells none.
+
+    Engines send the head of a stream before they compute, so whatever goes wrong then is told by an event. ``answer``
+    may be a part of a stream, whole events first.
+    """
+    if b'"error"' not in answer:
+        return None
+    for document in map(sse.event_data, sse.events(answer)) if is_streamed else (answer,):
+        error = _error_in(document)
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            status = code if type(code) is int and 400 <= code < 600 else 500
+            found = Refusal(AnswerHead(status, http1.status_line(status), b"content-type: application/json\r\n"), b"")
+            found.add(document)
+            return found
+    return None
+
+
+def _error_in(document: bytes) -> object:
+    try:
+        said = msgspec.json.decode(document)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return said.get("error") if isinstance(said, dict) else None
 
 
 def outcome_of(status: int) -> Outcome:

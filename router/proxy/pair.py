@@ -23,7 +23,7 @@ import msgspec
 from router.core.pd import room
 from router.core.types import Handover
 from router.fleet.target import Target
-from router.proxy.answers import Refusal, outcome_of
+from router.proxy.answers import Refusal, outcome_of, refusal_within
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarding
 from router.proxy.forwarder import Forwarder
@@ -155,6 +155,7 @@ class PrefillLeg:
     def _drain(self, data: bytes) -> None:
         assert self._tap is not None
         self._tap.feed(data)
+        self._keep(data)
 
     def _keep(self, data: bytes) -> None:
         self._size += len(data)
@@ -172,7 +173,8 @@ class PrefillLeg:
     # --- its end --------------------------------------------------------------------------------
 
     def _over(self, end: Refusal | Failure | None) -> None:
-        owner, answer = self._owner, b"".join(self._pieces)
+        owner, answer, is_streamed = self._owner, b"".join(self._pieces), self._tap is not None
+        end = end or refusal_within(answer, is_streamed=is_streamed)
         if end is None:
             usage = self._tap.usage if self._tap is not None else parse_usage(answer)
             self._close(Outcome.OK, usage)

@@ -24,10 +24,17 @@ DELTA = chunk(event({"choices": [{"delta": {"content": "a"}}]}))
 END = chunk(b"data: [DONE]\n\n") + chunk(b"")
 STREAM: Script = (stream_head(), DELTA, 0.1, DELTA, END)
 BREAKS: Script = (stream_head(), DELTA, 0.05, Move.RESET)
+#: How SGLang ends a stream that it cannot go on with: its head was good.
+FAILS: Script = (stream_head(), chunk(event({"error": {"message": "KVTransferError", "code": 500}})), END)
 HANDED = {"do_remote_prefill": True, "remote_request_id": "r1", "remote_block_ids": [1, 2], "remote_port": 5}
 PARAMS: Script = (answer(200, json.dumps({"choices": [], "kv_transfer_params": HANDED}).encode()),)
 #: SGLang's prefill ranks answer once the decode rank has it all.
 LATE: Script = (0.03, *OK)
+
+
+def told(code: int) -> Script:
+    """An error with a good head."""
+    return (stream_head(), chunk(event({"error": {"message": "no", "code": code}})), END)
 
 
 class Pool:

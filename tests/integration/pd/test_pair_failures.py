@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from pair_rig import BAD, BREAKS, BROKEN, BUSY, DELTA, LATE, PARAMS, RESET, SILENT, STREAM, Pairs, pairs
+from pair_rig import BAD, BREAKS, BROKEN, BUSY, DELTA, FAILS, LATE, PARAMS, RESET, SILENT, STREAM, Pairs, pairs, told
 
 from router.core.types import Handover, Part, WorkerRole
-from tests.fakes.fault_worker import OK, OK_BODY, Move, Script, stream_head
+from tests.fakes.fault_worker import OK, OK_BODY, Move, Script, answer, stream_head
 from tests.fakes.fleet_rig import ASK
 from tests.fakes.proxy_rig import RawAnswer, until
 
@@ -62,6 +62,43 @@ CASES = (
         {"server_error": 1, "ok": 1},
         {"abandoned": 1, "ok": 1},
         failing=(1, 0),
+    ),
+    Case(
+        "prefill tells by an event that it failed",
+        (FAILS, LATE),
+        (SILENT, OK),
+        200,
+        {"server_error": 1, "ok": 1},
+        {"abandoned": 1, "ok": 1},
+        body=OK_BODY,
+        failing=(1, 0),
+    ),
+    Case(
+        "prefill tells in its answer that it failed",
+        ((answer(200, b'{"error": {"message": "bootstrap timed out"}}'),), LATE),
+        (SILENT, OK),
+        200,
+        {"server_error": 1, "ok": 1},
+        {"abandoned": 1, "ok": 1},
+        body=OK_BODY,
+        failing=(1, 0),
+    ),
+    Case(
+        "prefill tells by an event that it is full",
+        (told(503), LATE),
+        (SILENT, OK),
+        200,
+        {"pushback": 1, "ok": 1},
+        {"abandoned": 1, "ok": 1},
+    ),
+    Case(
+        "prefill tells by an event that the request is bad",
+        (told(400),),
+        (SILENT,),
+        400,
+        {"client_error": 1},
+        {"abandoned": 1},
+        body=b'{"error": {"message": "no", "code": 400}}',
     ),
     Case("prefill full", (BUSY, LATE), (SILENT, OK), 200, {"pushback": 1, "ok": 1}, {"abandoned": 1, "ok": 1}),
     Case(
