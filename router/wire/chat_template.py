@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import marshal
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any, NoReturn, TypeGuard
 
 import jinja2
 import jinja2.ext
@@ -26,6 +28,11 @@ import jinja2.sandbox
 import msgspec
 from jinja2 import nodes
 from jinja2.runtime import LoopContext
+from jinja2.utils import Namespace
+
+from router.wire.rendered_heads import FEWEST_MESSAGES, RenderedHeads, Rendering
+from router.wire.resumable import make_resumable
+from router.wire.template_analysis import walks_parts
 
 Message = Mapping[str, Any]
 
@@ -35,6 +42,10 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinki
 _BILLING_LINE = "x-anthropic-billing-header"
 _DICT_METHODS = frozenset(dir(dict))
 _MOST_INDENTS = 32
+#: Tools and the arguments of calls, which each turn sends again: so many of them, and none that is larger.
+_REMEMBERED_VALUES, _REMEMBERED_SIZE = 4096, 4096
+#: Memory for what conversations' first messages were rendered to.
+MAX_RENDERED_BYTES = 128 * 1024 * 1024
 _LOOP_NAMES = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
@@ -55,8 +66,15 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._environment = environment
         self._template = environment.from_string(source)
-        self._walks_parts = walks_parts(environment.parse(source))
+        tree = environment.parse(source)
+        self._walks_parts = walks_parts(tree)
+        self._resumable: jinja2.Template | None = None
+        if make_resumable(tree):
+            tree.set_environment(environment)
+            self._resumable = environment.from_string(tree)
+        self._heads = RenderedHeads(max_bytes=MAX_RENDERED_BYTES)
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self._variables = dict(variables)
 
@@ -75,7 +93,8 @@ class ChatTemplate:
         """
         try:
             shown = [_shown(message, walks_parts=self._walks_parts) for message in messages]
-            if not self._knows_developer and any(message["role"] == "developer" for message in shown):
+            is_merged = not self._knows_developer and any(message["role"] == "developer" for message in shown)
+            if is_merged:
                 shown = _with_one_system([_as_system(message) for message in shown])
             values = {
                 **self._variables,
@@ -85,7 +104,16 @@ class ChatTemplate:
                 "messages": shown,
                 "tools": [_shown_tool(tool) for tool in tools] if tools else None,
             }
-            return self._template.render(values)
+            if self._resumable is None or is_merged or len(messages) < FEWEST_MESSAGES:
+                return self._template.render(values)
+            rendering = Rendering(
+                self._heads,
+                self._environment,
+                messages=messages,
+                shown=shown,
+                arguments=(tools, documents, add_generation_prompt, extra),
+            )
+            return rendering.run(self._resumable, values)
         except TemplateRefusal:
             raise
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
@@ -106,11 +134,12 @@ def _shown(message: Message, *, walks_parts: bool) -> Message:
         if role == "assistant" and "tool_calls" not in message and "reasoning" not in message:
             return message
     shown = dict(message)
-    parts = _parts(content, is_system=role == "system")
-    if walks_parts and role != "tool":
-        shown["content"] = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in parts]
-    else:
-        shown["content"] = "\n".join(_text(part) for part in parts)
+    if type(content) is not str or walks_parts or role == "system":
+        parts = _parts(content, is_system=role == "system")
+        if walks_parts and role != "tool":
+            shown["content"] = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in parts]
+        else:
+            shown["content"] = "\n".join(_text(part) for part in parts)
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
@@ -161,18 +190,28 @@ def _without_billing_line(part: str | Message) -> str | Message | None:
     return rest if isinstance(part, str) else {**part, "text": rest}
 
 
-def _with_object(call: object) -> object:
+def _with_object(call: Any) -> object:
     """A tool call whose arguments are an object, not its JSON."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+    function = call.get("function") if _is_object(call) else None
+    if not _is_object(function):
         raise TemplateRefusal("a tool call names a function")
-    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, Mapping) else {}}}
+        arguments = _parsed(arguments) if len(arguments) <= _REMEMBERED_SIZE else _parsed.__wrapped__(arguments)
+    return {**call, "function": {**function, "arguments": arguments if _is_object(arguments) else {}}}
+
+
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return type(value) is dict or isinstance(value, Mapping)  # abstract types answer slowly
+
+
+@lru_cache(maxsize=_REMEMBERED_VALUES)
+def _parsed(arguments: str) -> object:
+    """Each turn shows all calls again. What is remembered a template cannot change."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _shown_tool(tool: Message) -> Message:
@@ -201,76 +240,13 @@ def _with_one_system(messages: list[Message]) -> list[Message]:
     return [merged, *(message for message in messages if message["role"] != "system")]
 
 
-# --- what a template does itself ---------------------------------------------------------------------
-
-
-def walks_parts(template: nodes.Template) -> bool:
-    """Whether the template loops over a message's list of parts. vLLM's rule (``renderers/hf.py``): over the content of
-    a message, over a macro's parameter that is given one, or over whatever is named ``content`` outside of macros.
-    """
-    messages = _names_of_messages(template)
-    in_macros: set[int] = set()
-    for macro in template.find_all(nodes.Macro):
-        given = _parameters_given_content(template, macro, messages)
-        for loop in macro.find_all(nodes.For):
-            in_macros.add(id(loop))
-            if isinstance(loop.iter, nodes.Name) and loop.iter.name in given:
-                return True
-    return any(
-        any(_is_of(loop.iter, name, "content") for name in messages)
-        or (isinstance(loop.iter, nodes.Name) and loop.iter.name == "content" and id(loop) not in in_macros)
-        for loop in template.find_all(nodes.For)
-    )
-
-
-def _names_of_messages(template: nodes.Template) -> set[str]:
-    """Names that stand for one message: targets of loops over ``messages`` or over what was assigned from it."""
-    lists = {"messages"}
-    while True:
-        more = {
-            assigned.target.name
-            for assigned in template.find_all(nodes.Assign)
-            if isinstance(assigned.target, nodes.Name) and any(_is_of(assigned.node, name) for name in lists)
-        }
-        if more <= lists:
-            break
-        lists |= more
-    return {
-        loop.target.name
-        for loop in template.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name) and any(_is_of(loop.iter, name) for name in lists)
-    }
-
-
-def _parameters_given_content(template: nodes.Template, macro: nodes.Macro, messages: set[str]) -> set[str]:
-    names = [parameter.name for parameter in macro.args]
-    given: set[str] = set()
-    for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            arguments: Iterator[tuple[str, nodes.Expr]] = zip(names, call.args, strict=False)
-            named = ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
-            for parameter, argument in (*arguments, *named):
-                if any(_is_of(argument, message, "content") for message in messages):
-                    given.add(parameter)
-    return given
-
-
-def _is_of(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether an expression is the variable ``name``, or its ``key``; through filters, tests and slices."""
-    match node:
-        case nodes.Filter(node=inner) | nodes.Test(node=inner) | nodes.Getitem(node=inner, arg=nodes.Slice()):
-            return _is_of(inner, name, key)
-        case nodes.Getattr(node=inner, attr=attribute) if key is not None:
-            return attribute == key and _is_of(inner, name) and isinstance(inner, nodes.Name)
-        case nodes.Getitem(node=inner, arg=nodes.Const(value=attribute)) if key is not None:
-            return bool(attribute == key) and _is_of(inner, name) and isinstance(inner, nodes.Name)
-        case nodes.Name(name=found, ctx="load"):
-            return key is None and found == name
-    return False
+# --- what templates may do -----------------------------------------------------------------------------
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's, with short cuts to the same answers where templates spend their time: a message's fields, ``loop``."""
+    """Jinja's, with short cuts to the same answers where templates spend their time: fields of messages, of ``loop``
+    and of namespaces.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """A field of a dictionary that hides none of its methods, or a public name of ``loop``."""
@@ -278,6 +254,9 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return obj[attribute]
         if type(obj) is LoopContext and attribute in _LOOP_NAMES:
             return getattr(obj, attribute)
+        if type(obj) is Namespace and not attribute.startswith("_"):
+            with contextlib.suppress(AttributeError):
+                return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 
@@ -303,6 +282,22 @@ def _to_json(
 
     Indented it refuses what is nested deeper than schemas are, as blanks by the depth make gigabytes of a megabyte.
     """
+    if type(value) is dict and separators is None:
+        with contextlib.suppress(ValueError):  # too deep for marshal
+            same = marshal.dumps(value, 2)  # of equal objects, whose fields have one order, and of no others
+            if len(same) <= _REMEMBERED_SIZE:
+                return _json_of(same, ensure_ascii, indent, sort_keys)
+    return _json(value, ensure_ascii, indent, separators, sort_keys)
+
+
+@lru_cache(maxsize=_REMEMBERED_VALUES)
+def _json_of(same: bytes, ensure_ascii: bool, indent: int | None, sort_keys: bool) -> str:
+    return _json(marshal.loads(same), ensure_ascii, indent, None, sort_keys)  # noqa: S302 - made here
+
+
+def _json(
+    value: object, ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
+) -> str:
     if indent is None:
         return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
     if _is_deep(value):

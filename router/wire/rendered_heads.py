@@ -1,0 +1,208 @@
+"""Conversations rendered before, by their heads: a turn's render goes on where the last turn's ended.
+
+What a template's loop made of the first messages is kept under a hash of all that it came from: those messages and
+those it looked at ahead, what the template had assigned before the loop, and its other arguments. ``resumable`` makes
+the loop ask for it.
+"""
+
+from __future__ import annotations
+
+import marshal
+import operator
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jinja2
+import xxhash
+
+#: Shorter conversations are rendered whole: many of them never come again.
+FEWEST_MESSAGES: Final = 8
+#: What an entry takes beside its text.
+_ENTRY_BYTES: Final = 512
+#: The newest of marshal's forms that is the same for equal values.
+_MARSHAL: Final = 2
+_SCALARS: Final = (str, int, float, bool, type(None))
+
+Scalar = str | float | bool | None
+
+
+class Head(NamedTuple):
+    """What a loop made of its first ``messages``, and what it left in the template's namespaces."""
+
+    messages: int
+    text: str
+    state: tuple[Scalar, ...]
+
+
+class RenderedHeads:
+    """A bounded memory of one template's renders, the longest unused forgotten first. Any thread may use it."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        #: Of this process alone: nobody can make two conversations of one name.
+        self.seed: Final = int.from_bytes(os.urandom(8))
+        self._heads: OrderedDict[bytes, Head] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._bytes
+
+    def find(self, names: Sequence[bytes]) -> tuple[int, Head] | None:
+        """The last of these names that is known, by its place, and its head."""
+        with self._lock:
+            for place in range(len(names) - 1, 0, -1):
+                head = self._heads.get(names[place])
+                if head is not None:
+                    self._heads.move_to_end(names[place])
+                    return place, head
+        return None
+
+    def keep(self, name: bytes, head: Head, *, instead_of: bytes | None) -> None:
+        """Know a head. It takes the place of the one that it went on from."""
+        with self._lock:
+            for old in {name, instead_of}:
+                if old is not None and (forgotten := self._heads.pop(old, None)) is not None:
+                    self._bytes -= _size(forgotten)
+            self._heads[name] = head
+            self._bytes += _size(head)
+            while self._bytes > self.max_bytes:
+                self._bytes -= _size(self._heads.popitem(last=False)[1])
+
+
+def _size(head: Head) -> int:
+    return head.text.__sizeof__() + _ENTRY_BYTES
+
+
+class Rendering:
+    """One render: where its loop may go on, and how far what it made will hold.
+
+    ``messages`` are those that were sent, ``shown`` what the template is given of them, one by one; ``arguments`` are
+    all others that it is given.
+    """
+
+    def __init__(
+        self,
+        heads: RenderedHeads,
+        environment: jinja2.Environment,
+        *,
+        messages: Sequence[Any],
+        shown: Sequence[Any],
+        arguments: object,
+    ) -> None:
+        self._heads = heads
+        self._environment = environment
+        self._messages = messages
+        self._shown = shown
+        self._arguments = arguments
+        self._chunks: list[str] = []
+        self._done: list[tuple[bytes, Head, bytes | None]] = []
+        self._begin((), (), ())
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """What the loop calls."""
+        return {"_homing_resume": self._resume, "_homing_at": self._at, "_homing_mark": self._mark}
+
+    def run(self, template: jinja2.Template, values: Mapping[str, object]) -> str:
+        """The whole text. What it raises leaves nothing behind."""
+        chunks = self._chunks
+        for chunk in template.generate({**values, **self.functions}):
+            chunks.append(chunk)  # one by one: the loop asks how many there are
+        self._end()
+        for name, head, instead_of in self._done:
+            self._heads.keep(name, head, instead_of=instead_of)
+        return "".join(chunks)
+
+    def _begin(self, items: object, names: Sequence[bytes], lead: Sequence[Any]) -> None:
+        """A loop begins over ``items``; ``names`` are those of its heads, from none of the items to all of them."""
+        self._items = items
+        self._names = names
+        self._lead = len(lead)
+        self._start = len(self._chunks)
+        #: So many of the items were read so far; what has looked at anything else holds for this render only.
+        self._reach = 0
+        self._holds = bool(names)
+        self._found: bytes | None = None
+        self._last: tuple[bytes, int, int, tuple[Scalar, ...]] | None = None
+
+    def _end(self) -> None:
+        if self._last is not None:
+            name, messages, chunks, state = self._last
+            head = Head(messages, "".join(self._chunks[self._start : chunks]), state)
+            self._done.append((name, head, self._found))
+
+    # --- called by the loop -----------------------------------------------------------------------------
+
+    def _resume(self, number: int, items: object, *values: object) -> tuple[object, ...]:
+        """How many of the items are rendered, their text, the items that are not, and the one before those; then what
+        was left in namespaces. ``values`` are what else the loop depends on.
+        """
+        self._end()
+        lead = self._before(items)
+        try:
+            names = () if lead is None else self._name(number, lead, values)
+        except ValueError:  # no scalar among the values, or too deep for marshal
+            names = ()
+        self._begin(items, names, lead or ())
+        found = self._heads.find(names)
+        if found is None:
+            return (0, "", items, None)
+        assert isinstance(items, list)
+        self._reach, head = found
+        self._found = names[self._reach]
+        return (head.messages, head.text, items[head.messages :], items[head.messages - 1], *head.state)
+
+    def _at(self, items: Any, index: Any) -> Any:
+        """An item by its place. The text depends on it from here on."""
+        is_known = items is self._items or items is self._shown
+        if self._holds and is_known and type(index) is int and 0 <= index < len(items):
+            place = index if items is self._items else index - self._lead
+            self._reach = max(self._reach, place + 1)
+        else:
+            self._holds = False
+        return self._environment.getitem(items, index)
+
+    def _mark(self, messages: int, ahead: int, *state: object) -> str:
+        """So many messages are rendered, for which so many more had to be there."""
+        self._reach = max(self._reach, messages + ahead)
+        if self._holds and self._reach < len(self._names):
+            try:
+                kept = tuple(map(_scalar, state))
+            except ValueError:
+                self._holds = False
+            else:
+                self._last = (self._names[self._reach], messages, len(self._chunks), kept)
+        return ""
+
+    # --- names ------------------------------------------------------------------------------------------
+
+    def _before(self, items: object) -> Sequence[Any] | None:
+        """The messages before ``items``, if those are the rest of them."""
+        if not isinstance(items, list):
+            return None
+        lead = len(self._shown) - len(items)
+        is_rest = lead >= 0 and all(map(operator.is_, items, self._shown[lead:]))
+        return self._messages[:lead] if is_rest else None
+
+    def _name(self, number: int, lead: Sequence[Any], values: Sequence[object]) -> list[bytes]:
+        """Raises ``ValueError`` for what cannot be named."""
+        digest, seed = xxhash.xxh3_128_digest, self._heads.seed
+        root: Any = (number, list(lead), self._arguments, list(map(_key, values)))
+        names = [digest(marshal.dumps(root, _MARSHAL), seed=seed)]
+        for message in self._messages[len(lead) :]:
+            names.append(digest(names[-1] + marshal.dumps(message, _MARSHAL), seed=seed))
+        return names
+
+
+def _scalar(value: object) -> Scalar:
+    if type(value) in _SCALARS:
+        return value  # type: ignore[return-value]
+    raise ValueError("no scalar")
+
+
+def _key(value: object) -> object:
+    return () if isinstance(value, jinja2.Undefined) else _scalar(value)
