@@ -61,10 +61,11 @@ class Expected:
         is_own = self._continues(first, event.token_ids[(first - at) * unit_tokens :], unit_tokens)
         return self.keys[at:] if is_own else ()
 
-    def tail_of(self, event: BlockStored, *, unit_tokens: int) -> int | None:
-        """The key of the unit that the event stores, if it is this prompt's last."""
-        is_own = self.tail > 1 and self._continues(self.tail - 1, event.token_ids, unit_tokens)
-        return self.keys[self.tail - 1] if is_own else None
+    def tail_of(self, event: BlockStored, *, unit_tokens: int, before_last: bool = False) -> int | None:
+        """The key of the unit that the event stores, if it is this prompt's last, or the one before."""
+        tail = self.tail - before_last
+        is_own = tail > 1 and self._continues(tail - 1, event.token_ids, unit_tokens)
+        return self.keys[tail - 1] if is_own else None
 
     def _continues(self, at: int, tokens: Sequence[int], unit_tokens: int) -> bool:
         """Whether these tokens are the chain's behind ``at`` units."""
@@ -82,14 +83,14 @@ class Adopted:
     ``before[place]`` are those that stand and fall with it; ``vouchers`` are how many such places each of them stands
     with. ``nameless`` are places at the end of what the engine itself said it had reused. They go once as many blocks
     that nobody knows were removed as there may have been when they were last used: ``nameless[place]`` is that count.
-    ``resumed`` are such prefixes by their units, for groups of which nothing was heard yet. ``is_used``: anything was
-    taken over.
+    ``resumed`` are such prompts, and how many of their units, for groups of which nothing was heard yet. ``is_used``:
+    anything was taken over.
     """
 
     before: dict[int, list[int]] = field(default_factory=dict)
     vouchers: dict[int, int] = field(default_factory=dict)
     nameless: dict[int, float] = field(default_factory=dict)
-    resumed: deque[Sequence[int]] = field(default_factory=lambda: deque(maxlen=MAX_RESUMED))
+    resumed: deque[tuple[Sequence[int], int]] = field(default_factory=lambda: deque(maxlen=MAX_RESUMED))
     unknown_removals: int = 0
     is_used: bool = False
 

@@ -51,6 +51,7 @@ class Blocks:
         self._names: dict[str, NameTable] = {}
         self._ranks: dict[int, RankState] = {}
         self._radix_slots: set[int] = set()
+        self._eagle_slots: set[int] = set()
         self._forgotten = 0
         self._chores: deque[Iterator[None]] = deque()
         self._is_sweeping = False
@@ -75,6 +76,8 @@ class Blocks:
             1 << slot, names, geometry or Geometry(), self._chains_of(1), given=pool, retention_tokens=retention_tokens
         )
         self._take_pool(slot, pool)
+        if self._ranks[slot].geometry.eagle:
+            self._eagle_slots.add(slot)
         if pool is not None and pool.is_radix:
             self._radix_slots.add(slot)
         self._set_stride(slot, 1)
@@ -83,6 +86,7 @@ class Blocks:
         """Forget a rank and all it held."""
         self.clear(slot)
         self._radix_slots.discard(slot)
+        self._eagle_slots.discard(slot)
         self._ranks.pop(slot).chains.members &= ~(1 << slot)
         self._lone &= ~(1 << slot)
 
@@ -175,12 +179,12 @@ class Blocks:
         rank.adopted.take(places[-1], places[:-1], new=[places[at] for at in lacking[: len(lacking) - is_new]])
         return places[-1], is_new
 
-    def _take_over_sparse(self, rank: RankState, slot: int, units: Sequence[int]) -> None:
-        """A prompt was resumed behind these units, so every group has what that takes."""
+    def _take_over_sparse(self, rank: RankState, slot: int, keys: Sequence[int], units: int) -> None:
+        """A prompt was resumed behind so many of its units, so every group has what that takes."""
         for group, rule in rank.rules.items():
-            for unit in rule.needed_at(len(units)):
-                if not self._sparse[group].masks.get(units[unit], 0) & rank.bit:
-                    self._gain_sparse(rank, slot, units[unit], group)
+            for unit in rule.needed_at(units):
+                if unit < len(keys) and not self._sparse[group].masks.get(keys[unit], 0) & rank.bit:
+                    self._gain_sparse(rank, slot, keys[unit], group)
 
     def _gain_sparse(self, rank: RankState, slot: int, key: int, group: int) -> None:
         self._sparse[group].gain(slot, key)

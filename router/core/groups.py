@@ -132,8 +132,8 @@ class Groups(LoneGroups):
         )
         self._share_pool(rank)
         if rank.dense_group is not None:
-            for units in rank.adopted.resumed:
-                self._resume(rank, slot, units)
+            for keys, units in rank.adopted.resumed:
+                self._resume(rank, slot, keys, units)
 
     def _share_pool(self, rank: RankState) -> None:
         """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""

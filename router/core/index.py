@@ -22,7 +22,7 @@ from router.core.residency import TAILS, Residency
 from router.core.shared_forecast import SharedForecast
 from router.core.shared_pool import SharedPool
 from router.core.sharing import shared_blocks
-from router.core.usable import Mask, Rule, boundary, slots_of
+from router.core.usable import Mask, Rule, boundary, resumed_behind, slots_of
 
 #: Events that wait for their parent are looked at again for each new prompt, no more than so many.
 _RETRIED_ORPHANS = 16
@@ -48,16 +48,25 @@ class PrefixIndex(Residency):
         ends = keys[rank.stride - 1 :: rank.stride]
         held = rank.chains.depths(rank.chains.path(ends, limit=len(ends))).get(slot, 0)
         promised: dict[int, Sequence[int]] = {DENSE: () if rank.is_lone else ends[held:]}
-        limit = (prompt_tokens - 1) // self.block_tokens
+        again = rank.recomputed_units
+        limit = (
+            prompt_tokens // self.block_tokens if again and rank.has_tails else (prompt_tokens - 1) // self.block_tokens
+        )
         if rank.rules:
-            known = self._depths(keys, prompt_tokens).get(slot, 0)
+            known = self._depths(keys, prompt_tokens, is_whole=True).get(slot, 0)
             usable = self._boundary(rank, keys, known)
             step = math.lcm(rank.align, rank.stride)
-            kept = {end - end % step for end in ((limit, known) if known > usable and not rank.is_lone else (limit,))}
+            forks = (
+                {known - again - (known - again) % step} if known - again > usable and not rank.is_lone else set[int]()
+            )
             if rank.has_tails and limit % rank.stride:
-                kept.add(limit)
+                forks.add(limit - again)
                 promised[DENSE] = (*ends[held:], keys[limit - 1])
             for group, rule in rank.rules.items():
+                places = resumed_behind(
+                    prompt_tokens, block_tokens=step * self.block_tokens, is_eagle=again > 0, is_state=rule.is_state
+                )
+                kept = forks.union(place * step for place in places)
                 promised[group] = self._promised(rank, group, rule, keys, start=usable, ends=kept)
         return self._expect(rank, slot, promised, Expected(keys, limit))
 
@@ -108,7 +117,7 @@ class PrefixIndex(Residency):
         the request takes, which may have to wait for room.
         """
         reusable: dict[int, int] = {}
-        depths = self._depths(keys, prompt_tokens)
+        depths = self._depths(keys, prompt_tokens, is_whole=True)
         for slot in self._radix_slots.difference(depths):  # what others compute may be there when it is let in
             pool, stride = self._ranks[slot].pool, self._ranks[slot].stride
             if isinstance(pool, RadixPool) and len(keys) >= stride and pool.may_bring(keys[stride - 1]):
@@ -117,9 +126,7 @@ class PrefixIndex(Residency):
         limit = (prompt_tokens - 1) // self.block_tokens
         for slot, depth in depths.items():
             rank = self._ranks[slot]
-            units = min(limit, foretold[slot]) if slot in foretold else self._usable(rank, keys, depth)
-            if rank.geometry.eagle:
-                units -= rank.stride
+            units = min(limit, foretold[slot] if slot in foretold else self._usable(rank, keys, depth))
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
@@ -178,7 +185,7 @@ class PrefixIndex(Residency):
 
     def _usable(self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None) -> int:
         """Units of a prompt's first ``depth`` that all groups of a rank accept."""
-        return self._boundary(rank, keys, depth, forecast) if rank.rules else depth
+        return self._boundary(rank, keys, depth, forecast) if rank.rules else depth - rank.recomputed_units
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
@@ -205,9 +212,15 @@ class PrefixIndex(Residency):
             shared = max(shared, shared_blocks(path, block_tokens=block_tokens) * block_tokens)
         return shared
 
-    def _depths(self, keys: Sequence[int], prompt_tokens: int, *, below: bool = False) -> dict[int, int]:
-        """Dense units from the start that each rank holds, or will. ``below``: on whatever tier."""
-        limit = min(len(keys), (prompt_tokens - 1) // self.block_tokens)
+    def _depths(
+        self, keys: Sequence[int], prompt_tokens: int, *, below: bool = False, is_whole: bool = False
+    ) -> dict[int, int]:
+        """Dense units from the start that each rank holds, or will. ``below``: on whatever tier. ``is_whole``: with
+        those that are looked at behind the last token but one.
+        """
+        most = (prompt_tokens - 1) // self.block_tokens
+        behind = {slot: self._ranks[slot].units_behind for slot in self._eagle_slots} if is_whole else {}
+        limit = min(len(keys), most + max(behind.values(), default=0))
         found: dict[int, int] = {}
         for stride, chains in self._chains.items():
             if chains.members and limit >= stride:
@@ -221,6 +234,8 @@ class PrefixIndex(Residency):
             self._add_tails(found, keys, limit)
         if self._lone and not below:
             self._add_lone(found, keys, limit)
+        if behind:
+            return {slot: min(depth, most + behind.get(slot, 0)) for slot, depth in found.items()}
         return found
 
     def _add_tails(self, found: dict[int, int], keys: Sequence[int], limit: int) -> None:
@@ -268,7 +283,8 @@ class PrefixIndex(Residency):
             return forecast.mask(group, now.get, unkept, bit=rank.bit)
 
         groups = {group: mask_of(group) for group in rank.rules}
-        return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align)
+        again = rank.recomputed_units
+        return boundary(keys, depth, bit=rank.bit, groups=groups, rules=rank.rules, align=rank.align, recomputed=again)
 
     # --- what others show -----------------------------------------------------------------------------
 

@@ -72,6 +72,20 @@ class RankState:
     orphan_units: int = 0
     _waiting: dict[EngineHash, tuple[tuple[EngineHash, BlockStored], ...]] = field(default_factory=dict)
 
+    @property
+    def recomputed_units(self) -> int:
+        """Of what full attention finds so much is computed again, with EAGLE: a block, or a unit where hits end inside
+        one.
+        """
+        return (1 if self.has_tails else self.stride) if self.geometry.eagle else 0
+
+    @property
+    def units_behind(self) -> int:
+        """So much is looked at behind a prompt's last token but one: all of what is computed again, with several groups
+        of layers. With one group nothing is.
+        """
+        return self.recomputed_units if len(self.met) > 1 else 0
+
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
     def wait_for_parent(self, parent: EngineHash, event: BlockStored, *, most_blocks: int) -> None:

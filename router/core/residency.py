@@ -186,6 +186,13 @@ class Residency(Groups):
             return
         for name in event.hashes:
             key = self._key(rank, name)
+            if (
+                key is None
+                and self._ends_inside(rank, event)
+                and (key := self._tail_key(rank, slot, event)) is not None
+            ):
+                self._meet_tails(rank)
+                self._note_stray(rank, name, key)
             if key is not None:
                 self._gain_sparse(rank, slot, key, event.group)
                 self.provisional.confirm(slot, event.group, (key,))
@@ -194,9 +201,10 @@ class Residency(Groups):
 
     def _is_report(self, rank: RankState, event: BlockStored) -> bool:
         """Whether a group tells of more than it keeps, which lies before a prompt's end and before where it forked."""
+        rule = rank.rules[event.group]
         if event.parent is not None or not event.is_dense or rank.segment_tokens.get(event.group, 1):
             return False
-        return len(event.hashes) > 2 * max(1, rank.rules[event.group].needed)
+        return rule.kind is Kind.WINDOW and len(event.hashes) > 2 * rule.needed
 
     def _note_keeping(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """Learn how a window group thins out: one that ever stores nothing of a block keeps prompts' ends only; one
@@ -325,20 +333,10 @@ class Residency(Groups):
 
     def _store_tail(self, rank: RankState, slot: int, event: BlockStored) -> None:
         """A prompt's end inside a block, by its last unit: every group that has it can be met there."""
-        parent = None if event.parent is None else rank.names.place(event.parent)
-        before = None if parent is None else self._runs.key(parent)
-        if before is None and event.parent is not None:
-            found = (each.tail_of(event, unit_tokens=self.block_tokens) for each in self.provisional.expected(slot))
-            key = next((each for each in found if each is not None), None)
-        else:
-            key = keys_of_event(event, before, unit_tokens=self.block_tokens)[-1]
+        key = self._tail_key(rank, slot, event)
         if key is None:
             return
-        if not rank.has_tails:
-            rank.has_tails, rank.align = True, 1
-            if rank.rules:  # whose blocks are found at such ends, too: of their pool nothing is foretold
-                rank.pool = None
-            rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
+        self._meet_tails(rank)
         self._sparse[TAILS].gain(slot, key)
         rank.applied_blocks += 1
         for name in event.hashes:
@@ -346,6 +344,31 @@ class Residency(Groups):
         self.provisional.confirm(slot, DENSE, (key,))
         for each in self._end_waits(rank, slot, event.hashes):
             self._store_dense(rank, slot, each)
+
+    def _tail_key(self, rank: RankState, slot: int, event: BlockStored) -> int | None:
+        """The key of the one unit that an event stores, if what is before it is known, or a prompt in flight has it."""
+        before = None if event.parent is None else self._key(rank, event.parent)
+        if before is None and event.parent is not None:
+            again = rank.geometry.eagle and event.group != rank.dense_group
+            found = (
+                each.tail_of(event, unit_tokens=self.block_tokens, before_last=again)
+                for each in self.provisional.expected(slot)
+            )
+            return next((each for each in found if each is not None), None)
+        return keys_of_event(event, before, unit_tokens=self.block_tokens)[-1]
+
+    def _ends_inside(self, rank: RankState, event: BlockStored) -> bool:
+        """Whether a sparse group stores what it takes to go on inside a block."""
+        is_smaller = rank.met[event.group].block_tokens > event.block_tokens == self.block_tokens
+        return is_smaller and len(event.hashes) == 1 and event.is_dense
+
+    def _meet_tails(self, rank: RankState) -> None:
+        """Every group can be met at ends inside a block."""
+        if not rank.has_tails:
+            rank.has_tails, rank.align = True, 1
+            if rank.rules:  # whose blocks are found at such ends, too: of their pool nothing is foretold
+                rank.pool = None
+            rank.rules = {group: replace(rule, stride=1) for group, rule in rank.rules.items()}
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 

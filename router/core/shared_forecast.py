@@ -25,7 +25,7 @@ from router.core.block_queue import HELD, Copy, Tail
 from router.core.foretold_queue import ForetoldQueue
 from router.core.recency import common_blocks
 from router.core.shared_allocation import Due, SharedAllocation
-from router.core.usable import Mask, boundary
+from router.core.usable import Mask, boundary, resumed_behind
 
 if TYPE_CHECKING:
     from router.core.shared_pool import SharedPool
@@ -143,7 +143,7 @@ class SharedForecast(ForetoldQueue):
                 table.append(None)
         run = _Run(allocation, heard, heard, tables, dict(allocation.first), is_heard=True, is_prefilled=True)
         if heard < allocation.prompt_blocks:
-            run.ends = {(allocation.prompt_tokens - 1) // pool.block_tokens} - {heard}
+            run.ends = self._places(allocation) - {heard}
             run.stops, run.is_prefilled = self._stops(allocation, run.ends), False
             run.has_begun = pool.begun_blocks(allocation) > 0
         self._runs[allocation] = run
@@ -180,9 +180,9 @@ class SharedForecast(ForetoldQueue):
         blocks, most = -(-allocation.prompt_tokens // size), (allocation.prompt_tokens - 1) // size
         while True:
             masks = {group: self.mask(group, _nowhere, _nowhere, bit=1) for group in pool.rules}
-            known = self._known_prefix(keys, most)
-            found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules)
-            found = max(0, found - pool.recomputed_blocks)
+            again = pool.recomputed_blocks
+            known = self._known_prefix(keys, min(most + again, len(keys)))
+            found = boundary(keys, known, bit=1, groups=masks, rules=pool.rules, recomputed=again)
             first = {group: pool.first_held(group, found * size) for group in pool.rules}
             held = {
                 group: [copy for key in keys[first[group] : found] if (copy := self._found(pool.block(group, key)))]
@@ -192,7 +192,7 @@ class SharedForecast(ForetoldQueue):
             tails = self._tails_of(keys, found)
             span = self._idle_span(keys, found)
             idle += span.stop - span.start + sum(stop - tail.start for tail, stop in tails)
-            ends = {most, max(known, found)} - {found}
+            ends = (self._places(allocation) | {max(known - again, found)}) - {found}
             states = [group for group, rule in pool.rules.items() if rule.is_state]
             new = len(states) + (len(pool.groups) - len(states)) * (blocks - found)
             if any(copy in self._fresh for group in states for copy in held[group]) and self._wait():
@@ -220,6 +220,16 @@ class SharedForecast(ForetoldQueue):
                 self._advance(run)
             if allocation.generated is not None:
                 self._fill(run)
+
+    def _places(self, allocation: SharedAllocation) -> Set[int]:
+        """Behind how many of its prompt's blocks others will go on."""
+        pool = self._pool
+        return resumed_behind(
+            allocation.prompt_tokens,
+            block_tokens=pool.block_tokens,
+            is_eagle=pool.recomputed_blocks > 0,
+            is_state=any(rule.is_state for rule in pool.rules.values()),
+        )
 
     def _stops(self, allocation: SharedAllocation, ends: Set[int]) -> list[int]:
         """The blocks that the steps of a prompt end with: of one step, but where state is kept."""

@@ -32,7 +32,7 @@ class TakingOver(Bounded):
         if taken is None:
             return None
         if chain.start is None:
-            self._take_over_sparse(rank, slot, units)
+            self._take_over_sparse(rank, slot, chain.keys, len(units))
         self._learn(rank, slot, (event.parent,), taken[:1], fresh=1)
         rank.adopted.named(taken[0])
         return taken[0]
@@ -43,17 +43,18 @@ class TakingOver(Bounded):
         units = tokens // self.block_tokens
         if self.namespaces or not units:
             return
-        rank.adopted.resumed.append(keys[: units + rank.stride * rank.geometry.eagle])
+        rank.adopted.resumed.append((keys, units))
         if rank.dense_group is not None and not rank.is_doubted:  # else nothing is known to be told of it
-            self._resume(rank, slot, rank.adopted.resumed[-1])
+            self._resume(rank, slot, keys, units)
 
-    def _resume(self, rank: RankState, slot: int, units: Sequence[int]) -> None:
-        """The engine has gone on behind these units."""
-        units = units[: len(units) - len(units) % rank.align]
-        taken = self._take_over(rank, slot, ends) if (ends := units[rank.stride - 1 :: rank.stride]) else None
+    def _resume(self, rank: RankState, slot: int, keys: Sequence[int], units: int) -> None:
+        """The engine has gone on behind so many units of a prompt, and had what it computes again, too."""
+        units -= units % rank.align
+        ends = keys[: units + rank.recomputed_units][rank.stride - 1 :: rank.stride] if units else ()
+        taken = self._take_over(rank, slot, ends) if ends else None
         if taken is None:
             return
-        self._take_over_sparse(rank, slot, units)
+        self._take_over_sparse(rank, slot, keys, units)
         place, is_new = taken
         if is_new or place in rank.adopted.nameless:
             pool_blocks = None if rank.pool is None else rank.pool.blocks

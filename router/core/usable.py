@@ -9,14 +9,15 @@ ends at unit ``(j+1) * stride`` and is named by the chain key of its last unit.
 - Recurrent state: a checkpoint at the very boundary, which is a window of one block.
 - Chunked local attention: the blocks from the last chunk boundary on.
 - Several groups: the largest boundary all of them accept, a fixed point.
-- EAGLE: one block more is needed, and the last block of a hit is computed again.
+- EAGLE: the last block that full attention finds is computed again. A window needs one block more, behind the
+  boundary; recurrent state, of which drafts have none, does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 #: Slot bits of one block, by its key; None is none, so that ``dict.get`` is such a function.
@@ -45,6 +46,7 @@ class Rule:
     """What one group of one rank asks for. ``needed`` is in blocks (window) or tokens (chunk).
 
     ``window_tokens`` are those that a query sees, itself included; 0 for recurrent state, which is of the last alone.
+    Of the blocks that are needed ``behind`` lie behind the boundary (EAGLE).
     """
 
     kind: Kind
@@ -52,6 +54,7 @@ class Rule:
     needed: int = 0
     unit_tokens: int = 1
     window_tokens: int = 0
+    behind: int = 0
 
     @property
     def is_state(self) -> bool:
@@ -72,7 +75,7 @@ class Rule:
         """The first block that must be held for a boundary after ``end`` blocks."""
         match self.kind:
             case Kind.WINDOW:
-                return max(0, end - self.needed)
+                return max(0, end + self.behind - self.needed)
             case Kind.CHUNK:
                 block_tokens = self.stride * self.unit_tokens
                 return end * block_tokens // self.needed * self.needed // block_tokens
@@ -84,7 +87,7 @@ class Rule:
     def needed_at(self, boundary: int) -> Sequence[int]:
         """The last units of the blocks that must be held for a boundary after so many units."""
         end = boundary // self.stride
-        return [(block + 1) * self.stride - 1 for block in range(self.first_needed(end), end)]
+        return [(block + 1) * self.stride - 1 for block in range(self.first_needed(end), end + self.behind)]
 
     def kept(self, start: int, end: int, *, ends: Collection[int], segment_tokens: int) -> Sequence[int]:
         """The blocks that a request leaves in the cache of those it computes, from unit ``start`` to ``end``.
@@ -101,10 +104,12 @@ class Rule:
                 segment = segment_tokens // (self.stride * self.unit_tokens)
                 if self.needed >= segment:
                     return range(first, last)
-                kept.update(block for block in range(first, last) if block % segment >= segment - self.needed)
+                start = max(first, self.behind)
+                tail = range(segment - self.needed, segment)
+                kept.update(block for block in range(start, last) if (block - self.behind) % segment in tail)
             for place in ends:
                 block = place // self.stride
-                kept.update(range(max(first, self.first_needed(block)), min(last, block)))
+                kept.update(range(max(first, self.first_needed(block)), min(last, block + self.behind)))
         return sorted(kept)
 
 
@@ -134,6 +139,19 @@ def retention_of(told: object) -> int | None:
     return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else None
 
 
+def resumed_behind(prompt_tokens: int, *, block_tokens: int, is_eagle: bool, is_state: bool) -> set[int]:
+    """Behind how many blocks a later request can go on from a prompt: each group keeps what that takes.
+
+    Without EAGLE that is one place, before the last token. With it a longer prompt gets further than the same one, if
+    the prompt ends with a block; of state there is but what the engine's last step but one computes
+    (``replay_boundaries``, ``get_mamba_prefill_checkpoint_position``).
+    """
+    same, longer = (prompt_tokens - 1) // block_tokens, prompt_tokens // block_tokens
+    if not is_eagle:
+        return {same}
+    return {max(0, end - 1) for end in ((longer,) if is_state else (same, longer))}
+
+
 def rule_of(
     kind: str | None, *, window_tokens: int | None, block_tokens: int, unit_tokens: int, geometry: Geometry
 ) -> Rule:
@@ -142,8 +160,9 @@ def rule_of(
     match _KINDS.get(kind, Kind.UNUSED):
         case Kind.WINDOW if window_tokens is None or 0 < window_tokens <= _MAX_WINDOW_TOKENS:
             blocks = -(-(window_tokens - 1) // block_tokens) if window_tokens else 1
-            needed = max(1, blocks) + geometry.eagle
-            return Rule(Kind.WINDOW, stride, needed, unit_tokens, window_tokens=window_tokens or 0)
+            behind = int(geometry.eagle and window_tokens is not None)
+            needed = max(1, blocks) + behind
+            return Rule(Kind.WINDOW, stride, needed, unit_tokens, window_tokens=window_tokens or 0, behind=behind)
         case Kind.CHUNK if geometry.chunk_tokens:
             return Rule(Kind.CHUNK, stride, geometry.chunk_tokens, unit_tokens)
         case Kind.DENSE | Kind.CHUNK | Kind.WINDOW:  # a chunk of unknown size, or no window, is taken for all there is
@@ -161,36 +180,78 @@ def slots_of(mask: int) -> Iterator[int]:
 
 
 def boundary(
-    keys: Sequence[int], depth: int, *, bit: int, groups: Mapping[int, Mask], rules: Mapping[int, Rule], align: int = 1
+    keys: Sequence[int],
+    depth: int,
+    *,
+    bit: int,
+    groups: Mapping[int, Mask],
+    rules: Mapping[int, Rule],
+    align: int = 1,
+    recomputed: int = 0,
 ) -> int:
-    """The largest boundary at or below ``depth`` units, a multiple of ``align``, that every group accepts."""
-    agreed = -1
+    """The largest boundary at or below ``depth`` units, a multiple of ``align``, that every group accepts. Of what
+    full attention finds the last ``recomputed`` units are computed again.
+
+    Groups of one rule are looked at together. What lies behind a boundary is asked for once: if another group accepts
+    less, windows are judged there without it (``HybridKVCacheCoordinator.find_longest_cache_hit``).
+    """
+    alike: dict[Rule, list[Mask]] = {}
+    for group, mask in groups.items():
+        if rules[group].kind is not Kind.UNUSED:
+            alike.setdefault(rules[group], []).append(mask)
+    for rule, masks in alike.items():
+        if rule.kind is Kind.DENSE:
+            depth, align = (
+                _accepted(keys, depth, bit=bit, masks=masks, rule=rule, align=1),
+                math.lcm(align, rule.stride),
+            )
+    depth = max(0, depth - recomputed)
     depth -= depth % align
+    agreed, looked_behind = -1, set[Rule]()
     while depth != agreed:
         agreed = depth
-        for group, mask in groups.items():
-            depth = _accepted(keys, depth, bit=bit, mask=mask, rule=rules[group], align=align)
+        for rule, masks in alike.items():
+            if rule.kind is Kind.DENSE:
+                continue
+            is_first = rule.behind > 0 and rule not in looked_behind
+            asked = rule if is_first or not rule.behind else replace(rule, needed=rule.needed - rule.behind, behind=0)
+            found = _accepted(keys, depth, bit=bit, masks=masks, rule=asked, align=align)
+            if is_first:
+                looked_behind.add(rule)
+            elif found < depth:
+                looked_behind.clear()
+            depth = found
     return depth
 
 
-def _accepted(keys: Sequence[int], depth: int, *, bit: int, mask: Mask, rule: Rule, align: int) -> int:
-    """The largest aligned boundary at or below ``depth`` that one group accepts."""
-    if rule.kind is Kind.UNUSED:
-        return depth
-    stride = rule.stride
+def _accepted(keys: Sequence[int], depth: int, *, bit: int, masks: Sequence[Mask], rule: Rule, align: int) -> int:
+    """The largest aligned boundary at or below ``depth`` that groups of one rule accept."""
+    stride, behind = rule.stride, rule.behind
     step = math.lcm(align, stride) // stride  # blocks from one boundary to the next
     end = depth // stride // step * step
 
     def held(start: int, stop: int) -> list[int]:
-        return [(value or 0) & bit for value in map(mask, keys[(start + 1) * stride - 1 : stop * stride : stride])]
+        names = keys[(start + 1) * stride - 1 : stop * stride : stride]
+        found = [(value or 0) & bit for value in map(masks[0], names)]
+        for mask in masks[1:]:
+            found = [old and (mask(key) or 0) & bit for old, key in zip(found, names, strict=True)]
+        return found
 
     if rule.kind is Kind.WINDOW:
-        first = stop = end
+        if behind and end + behind > (whole := len(keys) // stride):  # what is behind the end nobody can have
+            if whole < behind:
+                return 0
+            end = (whole - behind) // step * step
+        first = stop = end = end + behind
         while first and end - first < rule.needed:  # below are those not looked at yet
             first, stop = max(0, end - rule.needed), first
             for block, is_held in zip(range(stop - 1, first - 1, -1), reversed(held(first, stop)), strict=True):
                 if not is_held and block < end:
-                    end = block - block % step
+                    end = behind + (block - behind) // step * step if block >= behind else 0
+        if behind and end < rule.needed:  # a run from the very start: it is cut to whole steps before and after
+            end = end // step * step
+        end = max(0, end - behind)
+        end -= end % step
     else:
         first = rule.first_needed(end)
         missing = next((block for block, is_held in enumerate(held(first, end), first) if not is_held), end)

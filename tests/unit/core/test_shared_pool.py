@@ -142,10 +142,12 @@ def test_with_eagle_the_last_block_that_is_found_is_computed_again() -> None:
     """17 of 20 blocks are cached, two of them of the window. Who finds a prompt's four blocks takes one of them anew in
     each group beside what is begun, so that one goes of those that nobody uses.
     """
-    rule = Rule(Kind.WINDOW, needed=2, window_tokens=BLOCK + 1)
+    rules = [Rule(Kind.WINDOW, needed=2, window_tokens=BLOCK + 1, behind=behind) for behind in (0, 1)]
     pools = [
-        SharedPool({WINDOW: rule}, {}, dense_group=FULL, block_tokens=BLOCK, blocks=BLOCKS, recomputed_blocks=drops)
-        for drops in (0, 1)
+        SharedPool(
+            {WINDOW: rule}, {}, dense_group=FULL, block_tokens=BLOCK, blocks=BLOCKS, recomputed_blocks=rule.behind
+        )
+        for rule in rules
     ]
     others, keys = list(range(101, 112)), [1, 2, 3, 4]
     for pool in pools:

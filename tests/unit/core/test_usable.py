@@ -84,7 +84,8 @@ def test_groups_can_push_one_another_down_to_nothing() -> None:
             Rule(Kind.WINDOW, 1, 4, 16, window_tokens=65),
         ),  # 64 tokens before the query: 4 blocks of 16
         ("sliding_window", 66, False, Rule(Kind.WINDOW, 1, 5, 16, window_tokens=66)),
-        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5, 16, window_tokens=65)),
+        ("sliding_window", 65, True, Rule(Kind.WINDOW, 1, 5, 16, window_tokens=65, behind=1)),
+        ("mamba", None, True, Rule(Kind.WINDOW, 1, 1, 16)),
         ("mamba", None, False, Rule(Kind.WINDOW, 1, 1, 16)),
         ("full_attention", None, False, Rule(Kind.DENSE, 1)),
         (None, None, False, Rule(Kind.DENSE, 1)),
@@ -94,7 +95,7 @@ def test_groups_can_push_one_another_down_to_nothing() -> None:
 def test_a_groups_rule_follows_from_its_kind(
     kind: str | None, window_tokens: int | None, eagle: bool, expected: Rule
 ) -> None:
-    """In blocks of 16 tokens: ceil((W-1)/16) of a window, one more with EAGLE, one checkpoint of a state."""
+    """In blocks of 16 tokens: ceil((W-1)/16) of a window, one more with EAGLE, one checkpoint of a state, whose draft has none."""
     geometry = Geometry(eagle=eagle)
 
     assert rule_of(kind, window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=geometry) == expected
