@@ -1,8 +1,8 @@
 """``homing bench decide``: a long conversation's next turn, from its decoded body to the opened lease.
 
 The router's own brain over a fleet of so many ranks, all of which hold the conversation's first part, and one all of
-it. Each turn adds a reply and a question; then the rank's cache events come in, as they would. Nothing is cached but
-what the router itself keeps from turn to turn.
+it. Each turn adds a reply and a question, or with ``--calls`` a call of a tool and its result; then the rank's cache
+events come in, as they would. Nothing is cached but what the router itself keeps from turn to turn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -48,6 +49,28 @@ _WORDS = (
     *("function,", "parameter;", "(string)", "[list]", "{dict}", "==", "!=", "0x1f", "42", "3.14", "//", "'it's'"),
     *("\n   ", "\n\t", '"quoted', 'text"', "snake_case_name", "CamelCaseName", "https://a.org/b?c=d", "end.\nNext"),
 )
+#: Of tools and their calls, as most templates write them.
+_CALLS_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<result>\\n' + message.content + '\\n</result>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+_TOOLS = 20
 
 
 @dataclass(slots=True)
@@ -71,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=whole(1), default=100_000, help="of the conversation so far")
     parser.add_argument("--new-tokens", type=whole(2), default=800, help="that a turn adds, half of them the reply")
     parser.add_argument("--turns", type=whole(2), default=40, help="to measure")
+    parser.add_argument("--calls", action="store_true", help="turns are calls of tools and their results")
     parser.add_argument("--tokenizer", default="smollm2", help="smollm2, needle, a model's folder or a GGUF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
@@ -78,14 +102,22 @@ def main(argv: Sequence[str]) -> int:
         card = read_card(options.tokenizer)
     except Exception as error:  # of its JSON, its template, its extra's packages, and of tokenizers a bare Exception
         raise CannotRun(str(error)) from error
-    if card.chat_template is None:
+    template = _CALLS_TEMPLATE if options.calls else card.chat_template
+    if template is None:
         raise CannotRun(f"{options.tokenizer} has no chat template")
-    config = {"chat_template": card.chat_template, "bos_token": card.bos_token, "eos_token": card.eos_token}
+    config = {"chat_template": template, "bos_token": card.bos_token, "eos_token": card.eos_token}
     results = {}
     for ranks in options.ranks:
         tokenizer = PromptTokenizer.from_files(card.tokenizer.to_str().encode(), config)
         timings = asyncio.run(
-            measure(tokenizer, ranks=ranks, tokens=options.tokens, new_tokens=options.new_tokens, turns=options.turns)
+            measure(
+                tokenizer,
+                ranks=ranks,
+                tokens=options.tokens,
+                new_tokens=options.new_tokens,
+                turns=options.turns,
+                makes_calls=options.calls,
+            )
         )
         results[str(ranks)] = _summary(timings)
     told = {"tokenizer": options.tokenizer, "new_tokens": options.new_tokens, "ranks": results}
@@ -98,7 +130,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def measure(tokenizer: PromptTokenizer, *, ranks: int, tokens: int, new_tokens: int, turns: int) -> Timings:
+async def measure(
+    tokenizer: PromptTokenizer, *, ranks: int, tokens: int, new_tokens: int, turns: int, makes_calls: bool = False
+) -> Timings:
     """Let a conversation grow, then time so many turns of it as its prompt passes ``tokens``."""
     settings, metrics = RoutingSettings(), Metrics(CollectorRegistry())
     fleet = Fleet(settings, metrics, clock=time.monotonic)
@@ -120,16 +154,26 @@ async def measure(tokenizer: PromptTokenizer, *, ranks: int, tokens: int, new_to
     def text(count_tokens: int) -> str:
         return " ".join(rng.choices(_WORDS, k=max(1, round(count_tokens * words_a_token))))
 
-    messages = [{"role": "system", "content": text(min(_SHARED_TOKENS, tokens))}]
+    fields: dict[str, Any] = {"model": _MODEL, "stream": True}
+    if makes_calls:
+        fields["tools"] = [_tool(number, text(300)) for number in range(_TOOLS)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text(min(_SHARED_TOKENS, tokens))}]
     held = 0
     timings = Timings()
     per_message = new_tokens // 2
     while len(timings.parse) < turns:
-        messages += [
-            {"role": "assistant", "content": text(per_message)},
-            {"role": "user", "content": text(per_message)},
-        ]
-        body = json.dumps({"model": _MODEL, "messages": messages, "stream": True}).encode()
+        if makes_calls:
+            call = {"name": "edit", "arguments": json.dumps({"path": text(10), "text": text(per_message - 20)})}
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+                {"role": "tool", "tool_call_id": "1", "content": text(per_message)},
+            ]
+        else:
+            messages += [
+                {"role": "assistant", "content": text(per_message)},
+                {"role": "user", "content": text(per_message)},
+            ]
+        body = json.dumps({**fields, "messages": messages}).encode()
         began = time.perf_counter()
         request = parse_request(Endpoint.CHAT, body)
         parsed, parsed_cpu = time.perf_counter(), time.process_time()
@@ -179,6 +223,15 @@ def _publish(fleet: Fleet, slot: int, tokens: array[int], *, start: int) -> None
     )
     if event.hashes:
         fleet.apply(slot, EventBatch(0.0, (event,)), now=time.monotonic())
+
+
+def _tool(number: int, description: str) -> dict[str, Any]:
+    properties = {"path": {"type": "string"}, "text": {"type": "string", "description": "what to write there"}}
+    parameters = {"type": "object", "properties": properties, "required": ["path"]}
+    return {
+        "type": "function",
+        "function": {"name": f"tool_{number}", "description": description, "parameters": parameters},
+    }
 
 
 def _words_a_token(tokenizer: PromptTokenizer) -> float:
