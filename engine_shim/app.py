@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import os
 import secrets
 import socket
 import time
@@ -59,11 +59,12 @@ def build(settings: ShimSettings) -> Shim:
     ``MissingExtraError``, ``UnsupportedModelError``.
     """
     with ExitStack() as undo:
-        door = undo.enter_context(_open_door(settings.host, settings.port))
+        door = undo.enter_context(_open_door(settings.host, settings.port, option="--port"))
         publishers = _open_publishers(settings, undo)
         bootstrap = None
         if settings.role is Role.PREFILL:
-            bootstrap = undo.enter_context(_open_door(settings.host, settings.bootstrap_port))
+            door_for_decode = _open_door(settings.host, settings.bootstrap_port, option="--bootstrap-port")
+            bootstrap = undo.enter_context(door_for_decode)
         try:
             below = below_device(settings)
         except ValueError as error:
@@ -120,12 +121,14 @@ def build(settings: ShimSettings) -> Shim:
     )
 
 
-def _open_door(host: str, port: int) -> socket.socket:
+def _open_door(host: str, port: int, *, option: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise StartError(f"port {port} on {host}: {os.strerror(error.errno) if error.errno else error}") from error
+        remedy = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
+        reason = str(error.strerror or error).partition(" (while")[0]
+        raise StartError(f"cannot listen on port {port} of {host}: {reason}{remedy}") from error
 
 
 def _open_publishers(settings: ShimSettings, undo: ExitStack) -> list[EventPublisher | None]:
@@ -144,8 +147,8 @@ def _open_publishers(settings: ShimSettings, undo: ExitStack) -> list[EventPubli
             publisher = EventPublisher(wanted, rank=rank, epoch=epoch)
         except zmq.ZMQError as error:
             raise StartError(
-                f"event ports of rank {rank} (kv_events_port {wanted.port}, replay_port {wanted.replay_port}) "
-                f"on {settings.host}: {error.strerror}"
+                f"cannot publish the events of rank {rank}: {error.strerror}; "
+                "choose rank 0's ports with --kv-events-port and --replay-port"
             ) from error
         undo.callback(publisher.close)
         publishers.append(publisher)

@@ -7,6 +7,7 @@ variable with that prefix or a bad value refuses to start and names the key.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -179,7 +180,6 @@ class ShimSettings(BaseModel):
     )
     speculative: str | None = Field(
         None,
-        pattern=r"^(ngram|draft):([1-9]|1\d|20)$",
         description="KIND:K: try up to K drafts a step, which change no answer. ngram: out of the request's own text; "
         "draft: of the model's own draft head.",
     )
@@ -212,6 +212,13 @@ class ShimSettings(BaseModel):
             raise ValueError("an empty text names no directory")
         return value
 
+    @field_validator("speculative")
+    @classmethod
+    def _kind_and_number(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(ngram|draft):([1-9]|1\d|20)", value):
+            raise ValueError("ngram:K or draft:K is needed, K from 1 to 20")
+        return value
+
     @property
     def overlaps(self) -> bool:
         """Whether steps are launched ahead."""
@@ -240,5 +247,8 @@ def load_settings(arguments: Mapping[str, object], environment: Mapping[str, str
     try:
         return ShimSettings.model_validate({**values, **arguments})
     except ValidationError as error:
-        faults = [f"{fault['loc'][0]}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()]
+        faults = [
+            f"{fault['loc'][0]}: {fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})"
+            for fault in error.errors()
+        ]
         raise SettingsError("; ".join(faults)) from error

@@ -65,19 +65,21 @@ def main(argv: list[str]) -> int:
         errors.print(f"homing replay: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     report = summarise(log, label=options.label, settings=settings_of(options))
-    _write(options, report, log)
+    complaints = []
+    try:
+        _write(options, report, log)
+    except OSError as error:
+        complaints.append(f"{error.filename or 'the report'}: {error.strerror}")
+    if log.stopped is Stop.ERROR_BUDGET or report.errors > options.error_budget * report.requests:
+        complaints.append(
+            f"{'stopped at ' if log.stopped is Stop.ERROR_BUDGET else ''}{report.errors} errors in {report.requests} "
+            f"requests; --error-budget {options.error_budget:g} allows no more"
+        )
+    for complaint in complaints:
+        errors.print(f"homing replay: {complaint}", style="red", markup=False, highlight=False, soft_wrap=True)
     if log.stopped is Stop.INTERRUPTED:
         return 130
-    if log.stopped is Stop.ERROR_BUDGET:
-        errors.print(
-            f"homing replay: stopped at {report.errors} errors in {report.requests} requests; "
-            f"--error-budget {options.error_budget:g} allows no more",
-            style="red",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return 1
-    return 0
+    return 1 if complaints else 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -176,9 +178,12 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("what to tell")
     output.add_argument("--label", default="", metavar="TEXT", help="names the run in tables and JSON")
     output.add_argument(
-        "--json", metavar="FILE", help="write the report as JSON; '-' for the standard output, without tables"
+        "--json",
+        type=lambda text: text if text == "-" else _output(text),
+        metavar="FILE",
+        help="write the report as JSON; '-' for the standard output, without tables",
     )
-    output.add_argument("--records", type=Path, metavar="FILE", help="write one line of JSON for each request")
+    output.add_argument("--records", type=_output, metavar="FILE", help="write one line of JSON for each request")
     output.add_argument(
         "--compare", nargs="+", type=Path, metavar="FILE", help="only show reports written by --json, side by side"
     )
@@ -247,7 +252,7 @@ def _write(options: argparse.Namespace, report: Report, log: RunLog) -> None:
     else:
         print_report(report, output_console())
         if options.json:
-            Path(options.json).write_bytes(encoded)
+            options.json.write_bytes(encoded)
     if options.records:
         lines = (msgspec.json.encode(exchange) + b"\n" for exchange in log.exchanges)
         options.records.write_bytes(b"".join(lines))
@@ -279,6 +284,14 @@ def _load_report(path: Path) -> Report:
 
 
 # Values of options. argparse names the option; these name the remedy.
+
+
+def _output(text: str) -> Path:
+    """A file to write when all is over: that it cannot be is told before anything begins."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that is there")
+    return path
 
 
 def _whole(minimum: int) -> Callable[[str], int]:

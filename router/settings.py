@@ -49,7 +49,7 @@ def _check_tls(door: _WithTls) -> _WithTls:
 class WorkerSpec(_Slice):
     """One worker as an operator names it. Only ``url`` is needed: the rest is asked of the worker."""
 
-    url: str = Field(description="Scheme, host and port; and a path, if its API is not at the root.")
+    url: str = Field(description="Scheme, host and port, without /v1; and a path, if its API is not at the root.")
     id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")] = Field(
         default=None, description="Name in metrics and headers; default: host:port."
     )
@@ -87,6 +87,8 @@ class WorkerSpec(_Slice):
         parts = urlsplit(url)
         if parts.username or parts.query or parts.fragment:
             raise ValueError("a worker's URL holds no credentials, query or fragment")
+        if parts.path.rstrip("/").endswith("/v1"):  # as clients are given it; the router would ask for /v1/v1/models
+            raise ValueError("a worker's URL ends before /v1")
         return url.rstrip("/")
 
     @field_validator("kv_events", "kv_replay")

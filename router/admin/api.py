@@ -199,6 +199,8 @@ def _from_validation(error: Exception) -> RequestError:
     if first["type"] == "json_invalid":
         return BadRequest("The body is not valid JSON.", code="invalid_json")
     param = ".".join(str(part) for part in first["loc"][1:]) or None
+    if param is None and first["type"] == "model_attributes_type":  # curl calls JSON a form unless told otherwise
+        return BadRequest("The body: a JSON object is needed, sent with content-type: application/json")
     return BadRequest(f"{param or 'The body'}: {what_is_allowed(first)}", param=param)
 
 

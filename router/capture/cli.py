@@ -35,6 +35,19 @@ _VALUES: dict[str, Callable[[str], float]] = {
     "patience_seconds": seconds,
     "seed": int,
 }
+#: What the others are, for the help.
+_LOAD = {
+    "sessions": "conversations of the load",
+    "turns": "turns of each",
+    "concurrency": "conversations at a time",
+    "system_tokens": "tokens of the head that two of three share",
+    "turn_tokens": "tokens that a turn adds, half to twice as many",
+    "output_tokens": "tokens of an answer",
+    "aborts": "share of the turns whose answers are cut off",
+    "salts": "share of the conversations that have a salt of their own",
+    "seed": "decides all of the load",
+    "patience_seconds": "a worker that is away for longer ends the recording",
+}
 _GEOMETRY = 'what no event says: {"attention_chunk_size": N, "eagle": true, "lora_modules": {"NAME": "PATH"}}'
 
 
@@ -154,7 +167,10 @@ def record_events(argv: Sequence[str]) -> int:
     parser.add_argument("--drive", action="store_true", help="run the scripted load")
     for name, default in asdict(script).items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=_VALUES.get(name, whole(1)), default=default, help=_help(name, default))
+        value = {"aborts": "RATIO", "salts": "RATIO", "patience_seconds": "SECONDS"}.get(name, "N")
+        told_of = f"{_LOAD[name]} (default: {default:g})"
+        kind = _VALUES.get(name, whole(1))
+        parser.add_argument(flag, type=kind, default=default, metavar=value, help=told_of)
     options = parser.parse_args(argv)
     script = Script(**{name: getattr(options, name) for name in asdict(script)})
     told = {"url": options.worker, "kv_events": options.kv_events, "dp_size": options.dp_size}
@@ -192,12 +208,6 @@ def _name(text: str) -> str:
     if not text or Path(text).name != text:
         raise argparse.ArgumentTypeError("a name is needed, without a path; --folder says where")
     return text
-
-
-def _help(name: str, default: float) -> str:
-    if name == "patience_seconds":
-        return f"a worker that is away for longer ends the recording (default: {default:g})"
-    return f"of the load (default: {default})"
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -309,7 +309,7 @@ class DataPlane:
         if route is None:
             if method == "OPTIONS" and head.target == b"*":
                 return self._answer_empty(exchange, allow="GET, HEAD, OPTIONS, POST")
-            raise NotFound("There is no such path.")
+            raise NotFound("There is no such path: the API is under /v1, and /metrics and /admin on the admin port.")
         if exchange.endpoint is not None and method == "POST":
             return self._arrivals.take(exchange)
         allowed = ("POST", "OPTIONS") if isinstance(route, Endpoint) else ("GET", "HEAD", "OPTIONS")

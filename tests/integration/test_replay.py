@@ -349,3 +349,25 @@ async def test_nobody_at_the_address_is_said_plainly() -> None:
     _, errors = await process.communicate()
     assert process.returncode == 1
     assert f"{url.removeprefix('http://')} does not answer" in errors.decode()
+
+
+async def test_few_requests_that_fail_are_a_failure_too() -> None:
+    """Too few for the run to be cut short; the share of errors decides its status."""
+    async with FakeServer(fault=lambda _: Fault.REFUSE_400) as server:
+        process = await _command("--url", server.url, "--sessions", "1", "--turns", "1", "--no-subagents")
+        _, told = await process.communicate()
+    assert process.returncode == 1
+    assert "1 errors in 1 requests; --error-budget 0.1 allows no more" in told.decode()
+
+
+async def test_a_report_that_cannot_be_written_in_the_end_is_shown_all_the_same() -> None:
+    """A full disk, say, costs the file and not what was measured: one sentence, and no traceback."""
+    async with FakeServer() as server:
+        process = await _command(
+            *("--url", server.url, "--sessions", "1", "--turns", "1", "--no-subagents", "--json", "/dev/full")
+        )
+        shown, told = await process.communicate()
+    assert process.returncode == 1
+    assert "request digest" in shown.decode()
+    assert told.decode().splitlines()[-1].startswith("homing replay: ")
+    assert "No space left" in told.decode()

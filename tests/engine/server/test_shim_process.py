@@ -75,6 +75,7 @@ def test_bad_environment_names_the_variable(
     [
         ({"model": "/no/such/model"}, "no model '/no/such/model'"),
         ({"max_context_tokens": 99_999_999}, "max_context_tokens: 99999999 exceeds the model's 131072"),
+        ({"host": "no.such.host.invalid"}, "cannot listen on port 0 of no.such.host.invalid: "),
         ({"window_pool_tokens": 16}, "window_pool_tokens: "),
         ({"window_tails": "ring", "role": "prefill"}, "window_tails: what is in a ring is not handed over"),
         ({"disk_pool": "below"}, "disk_pool: pages are copied to the host first; host_pool_tokens is needed too"),
@@ -139,6 +140,7 @@ def test_a_taken_port_is_named(option: str) -> None:
     assert code == 1
     assert port in err
     assert "in use" in err
+    assert option in err.partition("; choose ")[2]
     assert err.count("\n") == 1
 
 

@@ -121,6 +121,15 @@ async def test_errors_have_the_openai_shape(
     assert (error["code"], error["param"]) == (code, param)
 
 
+async def test_a_body_that_is_not_called_json_is_told_to_be(plane: Plane) -> None:
+    """What is called a form, as curl does unless told otherwise, is refused with the remedy."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = await plane.http.post("/admin/workers", content=b'{"url": "http://a:1"}', headers=form)
+    assert answer.status_code == 400
+    assert "content-type: application/json" in answer.json()["error"]["message"]
+    assert not plane.registry.workers()
+
+
 async def test_draining_and_taking_it_back_reach_the_ranks(plane: Plane) -> None:
     """A drained worker's ranks are DRAINING in the view that decisions see, and READY again after."""
     plane.registry.add(WorkerSpec(url="http://a:1"))

@@ -24,6 +24,11 @@ from loadtest.identity import ClientProfile, identify
         (["--error-budget", "nan"], "argument --error-budget: 'nan' is not a ratio"),
         (["--client", "curl"], "'curl' is none of aiperf, claude-code, codex, opencode, none"),
         (["--trace", "x", "--generate"], "not allowed with argument --trace"),
+        (
+            ["--json", "/nowhere/a.json"],
+            "argument --json: '/nowhere/a.json' cannot be written; name a file in a folder",
+        ),
+        (["--records", "/"], "argument --records: '/' cannot be written"),
         (["--speed", "9"], "unrecognized arguments: --speed"),
     ],
 )

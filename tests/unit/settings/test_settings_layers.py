@@ -229,6 +229,7 @@ def test_a_workers_refused_url_is_shown_without_its_password(url: str) -> None:
         ({}, {}, "server: 5", ["server", "router.yaml", "5"]),
         ({"workers": ["ftp://a"]}, {}, "", ["workers.0.url", "'ftp://a'", "http://host:port"]),
         ({"workers": ["http://user:pw@a:1"]}, {}, "", ["workers.0.url", "credentials"]),
+        ({"workers": ["http://a:1/v1/"]}, {}, "", ["workers.0.url", "'http://a:1/v1/'", "ends before /v1"]),
         ({"workers": ["http://a:port"]}, {}, "", ["workers.0.url", "'http://a:port'", "http://host:port"]),
         ({"workers": ["http://a b:1"]}, {}, "", ["workers.0.url", "'http://a b:1'", "http://host:port"]),
         ({"tracing": {"endpoint": "http://a:port"}}, {}, "", ["tracing.endpoint", "'http://a:port'", "/v1/traces"]),
