@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from router.core.fair_queue import Priority
 from router.core.keys import Key, Role, digest_of
 from router.errors import ConfigError
+from router.plain_words import what_is_allowed
 
 #: Whoever may try forever must not succeed.
 MIN_KEY_CHARS = 16
@@ -70,8 +71,8 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         keys = tuple(entry.as_key() for entry in _File.model_validate(data).keys)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise ConfigError(f"the key file {path}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+        where = ": ".join(filter(None, (f"the key file {path}", ".".join(map(str, first["loc"])))))
+        raise ConfigError(f"{where}: {what_is_allowed(first)}") from None
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError(f"the key file {path}: a key stands there twice")
     return keys

@@ -107,7 +107,8 @@ def load_recording(path: FilePath) -> Recording:
     ]
     if not kept:
         raise TraceError(
-            f"{path}: no session of {_MIN_TURNS} turns and at most {_MAX_SESSION_TOKENS:,} tokens a prompt"
+            f"{path}: no session is simulated: each has fewer than {_MIN_TURNS} turns or a prompt of more than "
+            f"{_MAX_SESSION_TOKENS:,} tokens"
         )
     return Recording(block_tokens, sessions=tuple(kept))
 

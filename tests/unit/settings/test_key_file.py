@@ -42,7 +42,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "the whole"),
+        ("", "keys.yaml: a mapping of names and values is needed"),
         ("keys: []", "keys"),
         ("keys: [{tenant: a}]", "keys.0: give either key or sha256"),
         (f"keys: [{{tenant: a, key: {SECRET}, sha256: {'a' * 64}}}]", "give either key or sha256"),

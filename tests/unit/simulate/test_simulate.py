@@ -188,6 +188,9 @@ def test_the_command_prints_what_is_promised(tmp_path: Path, capsys: pytest.Capt
     assert "| 4/0.2M/50 | affinity |" in capsys.readouterr().out
     assert main(["--trace", str(tmp_path / "absent")]) == 1
     assert "absent" in capsys.readouterr().err
+    short = write_sessions(tmp_path / "short.jsonl", sessions=2, turns=9)
+    assert main(["--trace", str(short)]) == 1
+    assert "short.jsonl: no session is simulated: each has fewer than 10 turns or" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--trace", trace, "--policies", "best"])
 
