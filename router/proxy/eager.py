@@ -20,13 +20,18 @@ def start(coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) ->
     except StopIteration as stop:
         result: T = stop.value
         return result
-    return loop.create_task(_go_on(coroutine, awaited))
+    return loop.create_task(_rest(coroutine, awaited))
 
 
 async def in_task() -> None:
     """A first wait, where there has been none: what follows is in a task. Futures and threads do without."""
     if asyncio.current_task() is None:
         await asyncio.sleep(0)
+
+
+async def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> T:
+    """What tasks are made of: from Python 3.12 on they take no generator."""
+    return await _go_on(coroutine, awaited)
 
 
 @types.coroutine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -45,6 +46,19 @@ async def test_what_needs_a_task_finds_itself_in_one() -> None:
 
     asyncio.get_running_loop().call_soon(call)
     assert await ended == ["before", "over"]
+
+
+async def test_a_task_is_made_of_a_coroutine() -> None:
+    """Python 3.12 and later refuse anything else."""
+
+    async def waits() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    task = eager.start(waits(), asyncio.get_running_loop())
+    assert isinstance(task, asyncio.Task)
+    assert inspect.iscoroutine(task.get_coro())
+    assert await task == 3
 
 
 async def test_who_is_in_a_task_does_not_wait_for_one() -> None:
