@@ -179,11 +179,11 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--label", default="", metavar="TEXT", help="names the run in tables and JSON")
     output.add_argument(
         "--json",
-        type=lambda text: text if text == "-" else _output(text),
+        type=lambda text: text if text == "-" else output_file(text),
         metavar="FILE",
         help="write the report as JSON; '-' for the standard output, without tables",
     )
-    output.add_argument("--records", type=_output, metavar="FILE", help="write one line of JSON for each request")
+    output.add_argument("--records", type=output_file, metavar="FILE", help="write one line of JSON for each request")
     output.add_argument(
         "--compare", nargs="+", type=Path, metavar="FILE", help="only show reports written by --json, side by side"
     )
@@ -286,7 +286,7 @@ def _load_report(path: Path) -> Report:
 # Values of options. argparse names the option; these name the remedy.
 
 
-def _output(text: str) -> Path:
+def output_file(text: str) -> Path:
     """A file to write when all is over: that it cannot be is told before anything begins."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

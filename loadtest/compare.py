@@ -35,6 +35,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from loadtest.cli import output_file
 from loadtest.processes import START_SECONDS, HomingProcess, Process, ProcessError, end_on_signals, router, running
 from loadtest.report import Report, imbalance
 from loadtest.tables import output_console
@@ -256,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m loadtest.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="virtual environments of the peers (default: none)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write plan, means and all runs there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write plan, means and all runs there")
     for name, default in asdict(Plan()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(default), default=default, help="default: %(default)s")

@@ -309,12 +309,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a soak and print what became of it. Returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__.split("\n", 1)[0])
     default = Plan()
-    parser.add_argument("--requests", type=int, default=default.requests)
-    parser.add_argument("--clients", type=int, default=default.clients)
-    parser.add_argument("--workers", type=int, default=default.workers)
-    parser.add_argument("--abort-ratio", type=float, default=default.abort_ratio)
-    parser.add_argument("--reset-ratio", type=float, default=default.reset_ratio)
-    parser.add_argument("--seed", type=int, default=default.seed)
+    for name, kind, what in (
+        ("requests", int, "in all"),
+        ("clients", int, "that ask at a time"),
+        ("workers", int, "behind the router, of which one dies and comes back"),
+        ("abort_ratio", float, "share of the requests whose client leaves"),
+        ("reset_ratio", float, "share of the requests whose worker resets"),
+        ("seed", int, "decides who leaves and what is reset"),
+    ):
+        flag, metavar = "--" + name.replace("_", "-"), "N" if kind is int else "RATIO"
+        value = getattr(default, name)
+        parser.add_argument(flag, type=kind, default=value, metavar=metavar, help=f"{what} (default: {value})")
     plan = Plan(**vars(parser.parse_args(argv)))
     tally = asyncio.run(soak(plan))
     print(f"{plan.requests} requests in {tally.seconds:.0f} s, {tally.resets} resets by workers")

@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
         if options.results is not None:
             options.results.mkdir(parents=True, exist_ok=True)
     except (TraceError, OSError) as error:
-        print(f"homing simulate: {error}", file=sys.stderr)
+        told = f"--results {options.results}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"homing simulate: {told}", file=sys.stderr)
         return 1
     if (pool_tokens := min(options.pool_tokens)) < recording.least_prompt_tokens:
         parser.error(

@@ -56,6 +56,14 @@ def test_homing_alone(tmp_path: Path) -> None:
     assert not children() - before
 
 
+def test_a_report_that_cannot_be_written_is_told_before_anything_starts() -> None:
+    """A comparison takes long; its figures would be lost in the end."""
+    done = compare("--json", "/nowhere/compared.json")
+    assert done.returncode == 2
+    assert "argument --json: '/nowhere/compared.json' cannot be written" in done.stderr
+    assert not done.stdout
+
+
 def test_a_peer_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     """No table, status 1, and the peer's own words."""
     program = tmp_path / "smg" / "bin" / "smg"

@@ -263,6 +263,7 @@ def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.Cap
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().out == first.out
     assert main(["--trace", trace, "--results", trace]) == 1
+    assert capsys.readouterr().err == f"homing simulate: --results {trace}: File exists\n"
     with pytest.raises(SystemExit):
         main(["--trace", trace, "--window-tokens", "64", "--host-ratio", "4"])
 
