@@ -35,12 +35,12 @@ in front of vLLM:
   vllm serve MODEL --data-parallel-size 2 --enable-prompt-tokens-details --kv-events-config \\
     '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv-events",
       "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
-  homing router --worker http://HOST:8000 --port 9000
+  homing router --worker http://HOST:8000 --port 9000 --model-tokenizer MODEL=/path/to/MODEL
 
 in front of SGLang:
   python -m sglang.launch_server --model-path MODEL --dp-size 2 --enable-cache-report --kv-events-config \\
     '{"publisher": "zmq", "topic": "kv-events", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
-  homing router --worker http://HOST:30000
+  homing router --worker http://HOST:30000 --model-tokenizer MODEL=/path/to/MODEL
 
 Each command explains its options: homing router --help
 """
