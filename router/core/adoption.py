@@ -61,6 +61,26 @@ class Expected:
         is_own = self._continues(first, event.token_ids[(first - at) * unit_tokens :], unit_tokens)
         return self.keys[at:] if is_own else ()
 
+    def starts(self, event: BlockStored, parent: int | None, *, unit_tokens: int) -> Iterable[int]:
+        """Units of the prompt that those which the event covers may stand behind. ``parent``: the last of them, if it
+        is known.
+        """
+        count = len(event.token_ids) // unit_tokens
+        if self.start is not None or count > len(self.keys) or count < 1 + (event.parent is None):
+            return ()
+        if event.parent is None:
+            return (0,)
+        if parent is not None:
+            return (self.keys.index(parent) + 1,) if parent in self.keys else ()
+        return range(len(self.keys) - count, 0, -1)
+
+    def covers(self, event: BlockStored, at: int, *, unit_tokens: int) -> bool:
+        """Whether an event covers the units behind ``at``. At the start of a prompt the very first is believed."""
+        first = max(at, 1)
+        return first < len(self.keys) and self._continues(
+            first, event.token_ids[(first - at) * unit_tokens :], unit_tokens
+        )
+
     def tail_of(self, event: BlockStored, *, unit_tokens: int, before_last: bool = False) -> int | None:
         """The key of the unit that the event stores, if it is this prompt's last, or the one before."""
         tail = self.tail - before_last

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from router.core.lone_groups import LoneGroups
+from router.core.finer_groups import FinerGroups
 from router.core.rank_state import RankState
 from router.core.shared_pool import SharedPool
 from router.core.usable import Kind, Rule, rule_of
@@ -20,7 +20,7 @@ from router.wire.kv_events import BlockStored
 MOST_ODD = 8
 
 
-class Groups(LoneGroups):
+class Groups(FinerGroups):
     """The rules of each rank's groups, and which of them is the dense one that carries the chains."""
 
     def begin_anew(self, slot: int) -> None:

@@ -62,10 +62,10 @@ class PrefixIndex(Residency):
             if rank.has_tails and limit % rank.stride:
                 forks.add(limit - again)
                 promised[DENSE] = (*ends[held:], keys[limit - 1])
+            block_tokens = step * self.block_tokens
+            same, longer = (prompt_tokens - 1) // block_tokens, prompt_tokens // block_tokens
             for group, rule in rank.rules.items():
-                places = resumed_behind(
-                    prompt_tokens, block_tokens=step * self.block_tokens, is_eagle=again > 0, is_state=rule.is_state
-                )
+                places = resumed_behind(same, longer, is_eagle=again > 0, is_state=rule.is_state)
                 kept = forks.union(place * step for place in places)
                 promised[group] = self._promised(rank, group, rule, keys, start=usable, ends=kept)
         return self._expect(rank, slot, promised, Expected(keys, limit))

@@ -36,6 +36,7 @@ class RankState:
     by units smaller than a block. ``orphans`` are events by the parent that they wait for, ``_waiting`` the same, with
     it, by each of their blocks. ``reported`` are the blocks that a sparse group told of last as found, not
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
+    ``between`` are events of a batch that name blocks whose ends lie inside the dense group's.
     ``met`` tells of each group what its first event did; ``is_settled``: the dense one has stored several blocks of
     that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``given`` is the pool as it
     was at first, for one like it. ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later
@@ -60,6 +61,7 @@ class RankState:
     segment_tokens: dict[int, int] = field(default_factory=dict)
     orphans: dict[EngineHash, list[BlockStored]] = field(default_factory=dict)
     unplaced: list[BlockStored] = field(default_factory=list)
+    between: list[BlockStored] = field(default_factory=list)
     met: dict[int, BlockStored] = field(default_factory=dict)
     is_settled: bool = False
     odd_events: int = 0
@@ -171,6 +173,7 @@ class RankState:
         """Nothing is waited for."""
         self.orphans.clear()
         self.unplaced.clear()
+        self.between.clear()
         self.unnamed.clear()
         self.orphan_blocks = self.orphan_units = 0
         self._waiting.clear()

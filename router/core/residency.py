@@ -184,20 +184,19 @@ class Residency(Groups):
         if rank.dense_group is None:
             rank.unplaced.append(event)
             return
-        for name in event.hashes:
-            key = self._key(rank, name)
-            if (
-                key is None
-                and self._ends_inside(rank, event)
-                and (key := self._tail_key(rank, slot, event)) is not None
-            ):
-                self._meet_tails(rank)
-                self._note_stray(rank, name, key)
+        keys = [self._key(rank, name) for name in event.hashes]
+        if None in keys and self._ends_inside(rank, event) and (tail := self._tail_key(rank, slot, event)) is not None:
+            self._meet_tails(rank)
+            self._note_stray(rank, event.hashes[0], tail)
+            keys = [tail]
+        for name, key in zip(event.hashes, keys, strict=True):
             if key is not None:
                 self._gain_sparse(rank, slot, key, event.group)
                 self.provisional.confirm(slot, event.group, (key,))
             else:
                 rank.wait_for_name(name, event.group)
+        if None in keys:
+            self._wait_between(rank, event)
 
     def _is_report(self, rank: RankState, event: BlockStored) -> bool:
         """Whether a group tells of more than it keeps, which lies before a prompt's end and before where it forked."""
@@ -363,8 +362,11 @@ class Residency(Groups):
         return is_smaller and len(event.hashes) == 1 and event.is_dense
 
     def _meet_tails(self, rank: RankState) -> None:
-        """Every group can be met at ends inside a block."""
-        if not rank.has_tails:
+        """Every group can be met at ends inside a block, if recurrent state is kept there and no window has larger
+        blocks (``partial_hash_hits_enabled``): else full attention tells of such ends, and nobody goes on there.
+        """
+        larger = [rule for rule in rank.rules.values() if rule.stride > 1]
+        if not rank.has_tails and larger and all(rule.is_state or rule.kind is Kind.DENSE for rule in larger):
             rank.has_tails, rank.align = True, 1
             if rank.rules:  # whose blocks are found at such ends, too: of their pool nothing is foretold
                 rank.pool = None

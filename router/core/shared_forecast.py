@@ -223,13 +223,10 @@ class SharedForecast(ForetoldQueue):
 
     def _places(self, allocation: SharedAllocation) -> Set[int]:
         """Behind how many of its prompt's blocks others will go on."""
-        pool = self._pool
-        return resumed_behind(
-            allocation.prompt_tokens,
-            block_tokens=pool.block_tokens,
-            is_eagle=pool.recomputed_blocks > 0,
-            is_state=any(rule.is_state for rule in pool.rules.values()),
-        )
+        pool, tokens = self._pool, allocation.prompt_tokens
+        has_state = any(rule.is_state for rule in pool.rules.values())
+        same, longer = (tokens - 1) // pool.block_tokens, tokens // pool.block_tokens
+        return resumed_behind(same, longer, is_eagle=pool.recomputed_blocks > 0, is_state=has_state)
 
     def _stops(self, allocation: SharedAllocation, ends: Set[int]) -> list[int]:
         """The blocks that the steps of a prompt end with: of one step, but where state is kept."""

@@ -139,14 +139,14 @@ def retention_of(told: object) -> int | None:
     return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else None
 
 
-def resumed_behind(prompt_tokens: int, *, block_tokens: int, is_eagle: bool, is_state: bool) -> set[int]:
-    """Behind how many blocks a later request can go on from a prompt: each group keeps what that takes.
+def resumed_behind(same: int, longer: int, *, is_eagle: bool, is_state: bool) -> set[int]:
+    """Behind how many blocks a later request can go on from a prompt: each group keeps what that takes. The ``same``
+    prompt has so many whole blocks before its last token, a ``longer`` one that begins with it so many of it.
 
-    Without EAGLE that is one place, before the last token. With it a longer prompt gets further than the same one, if
-    the prompt ends with a block; of state there is but what the engine's last step but one computes
-    (``replay_boundaries``, ``get_mamba_prefill_checkpoint_position``).
+    Without EAGLE that is one place. With it a longer prompt gets further where the prompt ends with a block; of state
+    there is only what the engine's last step but one computes (``replay_boundaries``,
+    ``get_mamba_prefill_checkpoint_position``).
     """
-    same, longer = (prompt_tokens - 1) // block_tokens, prompt_tokens // block_tokens
     if not is_eagle:
         return {same}
     return {max(0, end - 1) for end in ((longer,) if is_state else (same, longer))}

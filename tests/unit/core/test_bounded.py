@@ -125,9 +125,11 @@ def test_the_ends_of_prompts_that_came_last_stay() -> None:
     """What is forgotten of ends inside a block is what came first, and nothing is promised of it any more."""
     index = PrefixIndex(block_tokens=16, max_blocks=MOST)
     index.add_rank(0, domain="engine")
+    index.meet(0, [BlockStored((), None, (), 32, group=1, kind="mamba")])
     for number in range(3 * MOST):
         for event in ends_inside_a_block(number):
             index.apply(0, event)
+        index.apply(0, one(number, group=1, kind="mamba"))
 
     def found(number: int) -> dict[int, int]:
         keys = block_keys([number] * 16, block_tokens=16, parent=namespace_seed("", ""))

@@ -95,7 +95,7 @@ def test_groups_can_push_one_another_down_to_nothing() -> None:
 def test_a_groups_rule_follows_from_its_kind(
     kind: str | None, window_tokens: int | None, eagle: bool, expected: Rule
 ) -> None:
-    """In blocks of 16 tokens: ceil((W-1)/16) of a window, one more with EAGLE, one checkpoint of a state, whose draft has none."""
+    """In blocks of 16 tokens: ceil((W-1)/16) of a window, one more with EAGLE, of a state one always."""
     geometry = Geometry(eagle=eagle)
 
     assert rule_of(kind, window_tokens=window_tokens, block_tokens=16, unit_tokens=16, geometry=geometry) == expected
