@@ -87,11 +87,14 @@ async def soak(plan: Plan) -> Tally:
         async with _router(workers) as (process, data, admin):
             began = time.monotonic()
             asking = asyncio.create_task(_ask_all(plan, data, tally, rng))
-            await _until(plan.warm_at, asking, plan, tally)
-            tally.rss_bytes.append(_rss_bytes(process.pid))
-            await _until(plan.kill_at, asking, plan, tally)
-            await _kill_one(workers[0], asking, plan)
-            await asking
+            try:
+                await _until(plan.warm_at, asking, plan, tally)
+                tally.rss_bytes.append(_rss_bytes(process.pid))
+                await _until(plan.kill_at, asking, plan, tally)
+                await _kill_one(workers[0], asking, plan)
+                await asking
+            finally:
+                asking.cancel()  # by Ctrl-C, it goes before the router
             tally.seconds = time.monotonic() - began
             await _check_quiet(admin, workers, tally)
             tally.rss_bytes.append(_rss_bytes(process.pid))
@@ -321,7 +324,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(default, name)
         parser.add_argument(flag, type=kind, default=value, metavar=metavar, help=f"{what} (default: {value})")
     plan = Plan(**vars(parser.parse_args(argv)))
-    tally = asyncio.run(soak(plan))
+    try:
+        tally = asyncio.run(soak(plan))
+    except KeyboardInterrupt:
+        return 130
     print(f"{plan.requests} requests in {tally.seconds:.0f} s, {tally.resets} resets by workers")
     for outcome, count in tally.outcomes.most_common():
         print(f"  {outcome:12} {count:>8}  {100 * count / plan.requests:6.2f} %")

@@ -47,8 +47,14 @@ Each command explains its options: homing router --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 done, 1 could not run, 2 was asked for something unknown."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command. Exit status: 0 done, 1 could not run, 2 was asked for something unknown, 130 Ctrl-C."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # while it loads, or of a command that has nothing to end first
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     match arguments:
         case [] | ["-h" | "--help" | "help"]:
             print(HELP, end="")

@@ -149,6 +149,17 @@ def test_a_part_whose_library_is_missing_says_how_to_get_it(
     assert "pip install 'homing[engine]'" in message
 
 
+@pytest.mark.parametrize("command", ["router", "shim", "replay", "simulate", "bench", "check-events", "record-events"])
+def test_ctrl_c_at_any_time_ends_with_its_status(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """130 and no traceback, also while libraries are loaded or figures computed."""
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main([command]) == 130
+
+
 def test_version_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """For scripts: name and version."""
     assert cli.main(["version"]) == 0
