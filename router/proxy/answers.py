@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from router.errors import NoWorker, RequestError, UpstreamFailed, UpstreamTimeout, WorkerRefused
+from router.proxy.exchange import Exchange
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import Outcome
 from router.wire import http1, sse
@@ -25,10 +26,10 @@ class Refusal:
 
     __slots__ = ("_pieces", "head", "lines", "size")
 
-    def __init__(self, head: AnswerHead, lines: bytes) -> None:
-        """``lines`` say where it came from."""
+    def __init__(self, head: AnswerHead) -> None:
         self.head = head
-        self.lines = lines
+        #: Say where it came from.
+        self.lines = b""
         self.size = 0
         self._pieces: list[bytes] = []
 
@@ -50,24 +51,42 @@ class Refusal:
         return b"".join(self._pieces)
 
 
-def refusal_within(answer: bytes, *, is_streamed: bool) -> Refusal | None:
+class Told(Refusal):
     """An error that a worker tells in an answer whose head was good, as the refusal that it would have been before its
-    head: with the status that it has as its ``code``, else 500. None: it tells none.
-
-    Engines send the head of a stream before they compute, so whatever goes wrong then is told by an event. ``answer``
-    may be a part of a stream, whole events first.
+    head: with the status that the error has as its ``code``, else 500. What follows it says nothing more.
     """
-    if b'"error"' not in answer:
-        return None
-    for document in map(sse.event_data, sse.events(answer)) if is_streamed else (answer,):
-        error = _error_in(document)
-        if error:
-            code = error.get("code") if isinstance(error, dict) else None
-            status = code if type(code) is int and 400 <= code < 600 else 500
-            found = Refusal(AnswerHead(status, http1.status_line(status), b"content-type: application/json\r\n"), b"")
-            found.add(document)
-            return found
+
+    __slots__ = ()
+
+    def __init__(self, document: bytes, error: object) -> None:
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if type(code) is int and 400 <= code < 600 else 500
+        super().__init__(AnswerHead(status, http1.status_line(status), b"content-type: application/json\r\n"))
+        super().add(document)
+
+    def add(self, data: bytes) -> bool:
+        return True
+
+
+def told_in(answer: bytes, *, is_streamed: bool) -> Told | None:
+    """The error that an answer tells, if any. Engines send the head of a stream before they compute, so whatever goes
+    wrong then is told by an event. ``answer`` may be a part of a stream, whole events first.
+    """
+    if b'"error"' in answer:
+        for document in map(sse.event_data, sse.events(answer)) if is_streamed else (answer,):
+            if error := _error_in(document):
+                return Told(document, error)
     return None
+
+
+def refusal_of(head: AnswerHead, begins: bytes, *, is_held_open: bool) -> Refusal | None:
+    """An answer that is not passed on, or not before other ranks have been asked. A stream that begins with the error
+    that another rank may not have is one; where the stream to the client has begun, whatever is none is one.
+    """
+    if is_good_stream(head):
+        told = told_in(begins, is_streamed=True)
+        return told if told is not None and outcome_of(told.head.status) in REFUSALS else None
+    return Refusal(head) if is_held_open or outcome_of(head.status) in REFUSALS else None
 
 
 def _error_in(document: bytes) -> object:
@@ -95,6 +114,26 @@ def is_stream(head: AnswerHead) -> bool:
 def is_good_stream(head: AnswerHead) -> bool:
     """The same, and no error."""
     return head.status < 400 and is_stream(head)
+
+
+def show_head(exchange: Exchange, head: AnswerHead, lines: bytes, *, length: int | None) -> None:
+    """Let the client have the head of its answer, and ``lines`` that say where it comes from; where it is too late for
+    headers, these as a comment.
+    """
+    client = exchange.client
+    if not client.begun:
+        sized = b"" if length is None else b"content-length: %d\r\n" % length
+        client.start(head.status_line, head.lines + lines + sized, has_length=head.has_length)
+    elif exchange.is_held_open:
+        client.write(sse.comment(lines))
+
+
+def show_refusal(exchange: Exchange, refusal: Refusal) -> None:
+    """Answer as the worker did."""
+    exchange.status = refusal.head.status
+    exchange.client.start(refusal.head.status_line, refusal.all_lines, has_length=True)
+    exchange.client.write(refusal.body)
+    exchange.client.end()
 
 
 def told_by(refusal: Refusal) -> RequestError:

@@ -12,7 +12,7 @@ from math import inf
 
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
-from router.proxy.answers import REFUSALS, Refusal, error_of, is_good_stream, is_stream, outcome_of, told_by
+from router.proxy.answers import REFUSALS, Refusal, error_of, is_stream, outcome_of, refusal_of, told_by
 from router.proxy.exchange import Exchange
 from router.proxy.forwarder import Forwarder
 from router.proxy.outbound import Outbound
@@ -210,11 +210,13 @@ class Forwarding:
 
     # --- called by the connection ---------------------------------------------------------------
 
-    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None, begins: bytes) -> None:
         """The worker answers. From here on the client sees whatever happens, unless it is worth another try."""
         try:
-            if outcome_of(head.status) in REFUSALS or (self._exchange.is_held_open and not is_good_stream(head)):
-                self._refusal = Refusal(head, self._decision_lines())
+            refusal = refusal_of(head, begins, is_held_open=self._exchange.is_held_open)
+            if refusal is not None:
+                refusal.lines = self._decision_lines()
+                self._refusal = refusal
                 self.on_body = self._collect
             else:
                 self._exchange.stop_comments()

@@ -23,7 +23,7 @@ import msgspec
 from router.core.pd import room
 from router.core.types import Handover
 from router.fleet.target import Target
-from router.proxy.answers import Refusal, outcome_of, refusal_within
+from router.proxy.answers import Refusal, outcome_of, told_in
 from router.proxy.exchange import Exchange
 from router.proxy.forward import Forwarding
 from router.proxy.forwarder import Forwarder
@@ -126,14 +126,16 @@ class PrefillLeg:
 
     # --- called by the connection ---------------------------------------------------------------
 
-    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None, begins: bytes) -> None:
         """The prompt is computed, or refused."""
-        if head.status >= 400:
-            self._refusal = Refusal(head, b"")
+        is_streamed = head.content_type.startswith(b"text/event-stream")
+        refusal = Refusal(head) if head.status >= 400 else told_in(begins, is_streamed=is_streamed)
+        if refusal is not None:
+            self._refusal = refusal
             self.on_body = self._collect
             return
         self.attempt.lease.first_byte()
-        if head.content_type.startswith(b"text/event-stream"):
+        if is_streamed:
             self._tap = StreamTap()
             self.on_body = self._drain
         else:
@@ -174,7 +176,7 @@ class PrefillLeg:
 
     def _over(self, end: Refusal | Failure | None) -> None:
         owner, answer, is_streamed = self._owner, b"".join(self._pieces), self._tap is not None
-        end = end or refusal_within(answer, is_streamed=is_streamed)
+        end = end or told_in(answer, is_streamed=is_streamed)
         if end is None:
             usage = self._tap.usage if self._tap is not None else parse_usage(answer)
             self._close(Outcome.OK, usage)

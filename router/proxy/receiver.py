@@ -47,10 +47,10 @@ class Receiver(Protocol):
     #: Takes a piece of the body.
     on_body: Callable[[bytes], None]
 
-    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None, begins: bytes) -> None:
         """The first byte of the answer's body has come, or the end of an answer that has none.
 
-        ``length``: the body's, as the worker gives it.
+        ``length``: the body's, as the worker gives it. ``begins``: its first piece, which comes to ``on_body`` next.
         """
 
     def on_end(self, failure: Failure | None) -> None:

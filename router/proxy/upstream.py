@@ -178,7 +178,7 @@ class UpstreamConnection:
         """The answer came all at once, and needs no parser."""
         self._begun = self._complete = self._keep = True
         if self._receiver is not None:
-            self._receiver.on_answer(head, len(body))
+            self._receiver.on_answer(head, len(body), body)
         if body and self._receiver is not None:
             self._receiver.on_body(body)
         self._end(None)
@@ -186,6 +186,7 @@ class UpstreamConnection:
     def _pass_on(self) -> None:
         """Tell the receiver what has been parsed. It may close this connection at any call."""
         pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if pieces:
             self._pieces = []
             self._bodiless_bytes = 0
@@ -195,9 +196,9 @@ class UpstreamConnection:
         if not self._begun and self._receiver is not None:
             self._begun = True
             assert self._head is not None, "a body without a head"
-            self._receiver.on_answer(self._head, self._length)
-        if pieces and self._receiver is not None:
-            self._receiver.on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            self._receiver.on_answer(self._head, self._length, data)
+        if data and self._receiver is not None:
+            self._receiver.on_body(data)
 
     def pause_writing(self) -> None:
         """The worker is slow to read. Nothing is written but a request, whose body is in memory anyway."""

@@ -158,6 +158,15 @@ CASES = (
         {"server_error": 1, "ok": 1},
         failing=(0, 1),
     ),
+    Case(
+        "decode tells by its first event that it failed",
+        (SILENT, LATE),
+        (FAILS, STREAM),
+        200,
+        {"abandoned": 1, "ok": 1},
+        {"server_error": 1, "ok": 1},
+        failing=(0, 1),
+    ),
     Case("decode full", (SILENT, LATE), (BUSY, OK), 200, {"abandoned": 1, "ok": 1}, {"pushback": 1, "ok": 1}),
     Case(
         "decode refuses the request", (SILENT,), (BAD,), 400, {"abandoned": 1}, {"client_error": 1}, body=b'{"bad": 1}'

@@ -279,3 +279,57 @@ async def test_bug_in_the_brain() -> None:
         await client.send({**ASK, "model": "other"})
         assert (await client.answer()).error["code"] == "model_not_found"
         await client.close()
+
+
+def told(code: object) -> Script:
+    """A stream that has a good head and begins with an error, as engines send them that fail once they compute."""
+    said = event({"error": {"message": "out of memory", "type": "InternalServerError", "code": code}})
+    return (stream_head(), chunk(said), 0.02, chunk(b"data: [DONE]\n\n") + chunk(b""))
+
+
+STREAM: Script = (stream_head(), chunk(DELTA), chunk(b"data: [DONE]\n\n") + chunk(b""))
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(500, "server_error"), (None, "server_error"), ("oom", "server_error"), (503, "pushback")]
+)
+async def test_a_stream_that_begins_with_an_error_is_tried_elsewhere(code: object, outcome: str) -> None:
+    """The head of a stream is sent before anything is computed: no client has seen anything of it yet."""
+    async with (
+        FaultWorker([told(code)]) as first,
+        FaultWorker([STREAM]) as second,
+        rig(target(first.port), target(second.port)) as it,
+    ):
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert (answer_.status, answer_.body) == (200, DELTA + b"data: [DONE]\n\n")
+        assert answer_.headers["x-homing-attempts"] == "2"
+        assert it.brain.outcomes == [outcome, "ok"]
+
+
+async def test_an_error_at_the_beginning_of_every_stream() -> None:
+    """Without another rank the client gets it with the status that it names."""
+    async with FaultWorker([told(503)]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert (answer_.status, answer_.headers["content-type"]) == (503, "application/json")
+        assert answer_.error["message"] == "out of memory"
+        assert it.brain.outcomes == ["pushback"]
+
+
+async def test_an_error_that_is_the_clients_own_is_passed_on_as_it_comes() -> None:
+    """Another rank would say the same."""
+    async with (
+        FaultWorker([told(400)]) as first,
+        FaultWorker([OK]) as second,
+        rig(target(first.port), target(second.port)) as it,
+    ):
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert (answer_.status, answer_.body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert not second.requests
+
+
+async def test_a_stream_without_a_word() -> None:
+    """Is passed on as it is."""
+    async with FaultWorker([(stream_head() + chunk(b""),)]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert (answer_.status, answer_.body) == (200, b"")
+        assert answer_.complete

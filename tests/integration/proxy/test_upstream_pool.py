@@ -23,7 +23,7 @@ class Reader:
         self.ended: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
         self.body = b""
 
-    def on_answer(self, head: AnswerHead, length: int | None) -> None:
+    def on_answer(self, head: AnswerHead, length: int | None, begins: bytes) -> None:
         assert head.status == 200
 
     def on_body(self, data: bytes) -> None:
