@@ -183,12 +183,16 @@ class LoadBook:
             claim.joint.add_up(now=now)
         return served
 
-    def close(self, claim: Claim, *, now: float) -> None:
-        """The request is over, however it ended. Calls after the first do nothing."""
+    def close(self, claim: Claim, *, now: float, is_computed: bool = True) -> None:
+        """The request is over, however it ended. Calls after the first do nothing. Unless something of it
+        ``is_computed``, it was no work.
+        """
         if not claim.open:
             return
         claim.open = False
         load = claim.load
+        if not is_computed:
+            _take_back(load, claim.prefill_seconds, seconds_ago=now - claim.opened_at, now=now)
         if claim.waiting and claim.heard_by is not None:
             self._leave_unheard(claim, claim.heard_by, now=now)
         elif claim.waiting:
@@ -236,6 +240,15 @@ def _is_next(claim: Claim) -> bool:
         if other.heard_by is None or other.heard_by > claim.opened_at:
             return False
     return False
+
+
+def _take_back(load: RankLoad, seconds: float, *, seconds_ago: float, now: float) -> None:
+    """Count as not sent what was sent so long ago."""
+    recently = seconds * math.exp2(-seconds_ago / RECENT_HALF_LIFE_SECONDS)
+    lasting = seconds * math.exp2(-seconds_ago / LASTING_HALF_LIFE_SECONDS)
+    load.recent_seconds = max(0.0, recent_seconds(load, now=now) - recently)
+    load.lasting_seconds = max(0.0, lasting_seconds(load, now=now) - lasting)
+    load.recent_at = now
 
 
 def add_loads(total: RankLoad, parts: Iterable[RankLoad], *, now: float) -> None:

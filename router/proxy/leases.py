@@ -26,7 +26,7 @@ from router.proxy.holding import Holding
 from router.proxy.prepared import PreparedRequest
 from router.proxy.promises import Promise, Promises, computed_of, counts_at_dispatch
 from router.proxy.splitting import learn_pace
-from router.proxy.types import BROKEN_OFF_HERE, Outcome
+from router.proxy.types import BROKEN_OFF_HERE, COMPUTED_NOTHING, Outcome
 from router.telemetry.metrics import Metrics
 from router.wire.usage import Usage
 
@@ -117,6 +117,8 @@ class Leases:
     def first_byte(self, lease: Lease, generated: Callable[[], int] | None) -> None:
         now, noted, prepared = self.clock(), lease.noted, lease.prepared
         is_keyed = prepared.tokens is not None
+        if self._fleet.knows(lease.member):
+            self._fleet.breakers.begun(lease.member.slot)
         if noted is not None and not lease.member.is_prefill:
             noted.first_token_seconds = now - noted.started
         if is_keyed:
@@ -165,7 +167,7 @@ class Leases:
     ) -> None:
         now, fleet, member, prepared = self.clock(), self._fleet, lease.member, lease.prepared
         is_prefill = member.is_prefill
-        fleet.loads.close(lease.claim, now=now)
+        fleet.loads.close(lease.claim, now=now, is_computed=outcome not in COMPUTED_NOTHING)
         if fleet.knows(member):
             fleet.breakers.ended(member.slot, outcome.verdict, ranks=len(fleet.view.ranks), now=now)
             if outcome is Outcome.CONNECT:

@@ -37,7 +37,7 @@ class Outcome(StrEnum):
 
     @property
     def verdict(self) -> Verdict:
-        """What it says of the rank: a full one is not broken, and a client that errs or leaves says nothing of it."""
+        """What it says of the rank: a client that errs or leaves says nothing of it."""
         return _VERDICTS[self]
 
 
@@ -54,10 +54,14 @@ class HoldEnd(StrEnum):
     REFUSED = "refused"  # as many waited as may
 
 
+#: Ends of attempts of which nothing was computed.
+COMPUTED_NOTHING: Final = frozenset({Outcome.CLIENT_ERROR, Outcome.PUSHBACK, Outcome.CONNECT, Outcome.NO_SOCKET})
+
+
 _VERDICTS: Final = dict.fromkeys(Outcome, Verdict.BAD) | {
     Outcome.OK: Verdict.GOOD,
     Outcome.CLIENT_ERROR: Verdict.NEITHER,
-    Outcome.PUSHBACK: Verdict.NEITHER,
+    Outcome.PUSHBACK: Verdict.FULL,
     Outcome.NO_SOCKET: Verdict.NEITHER,
     Outcome.CLIENT_GONE: Verdict.NEITHER,
     Outcome.DEADLINE: Verdict.NEITHER,

@@ -123,9 +123,9 @@ async def test_a_book_that_forgets_who_left_would_be_seen(monkeypatch: pytest.Mo
     """The same storm over a book that closes no claim that still waits: counts stay, and that is what is looked at."""
     close = LoadBook.close
 
-    def forgetful(self: LoadBook, claim: Claim, *, now: float) -> None:
+    def forgetful(self: LoadBook, claim: Claim, *, now: float, is_computed: bool) -> None:
         if not claim.waiting:
-            close(self, claim, now=now)
+            close(self, claim, now=now, is_computed=is_computed)
 
     monkeypatch.setattr(LoadBook, "close", forgetful)
     async with _world([STREAM], [STREAM], [STREAM], [STREAM]) as (world, _):

@@ -81,7 +81,80 @@ def test_the_only_rank_is_never_out() -> None:
     assert breakers.closed_to(now=0.0) == never.closed_to(now=0.0) == frozenset()
 
 
-EVENTS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["send", *Verdict]), st.floats(0.0, 30.0)), max_size=80)
+def refuse(breakers: Breakers, slot: int, times: int, *, now: float, ranks: int = 4) -> None:
+    for _ in range(times):
+        breakers.ended(slot, Verdict.FULL, ranks=ranks, now=now)
+
+
+def test_a_rank_that_takes_nothing_is_left_alone() -> None:
+    """Three refusals in a row or more, the first 5 s ago: it rests 10 s, and as long again after each refused trial.
+    The first success closes.
+    """
+    breakers = Breakers(PARAMETERS)
+    refuse(breakers, 0, 100, now=0.0)
+    refuse(breakers, 0, 1, now=4.9)
+    assert breakers.closed_to(now=4.9) == frozenset()
+    refuse(breakers, 0, 1, now=5.0)
+    for now in (5.0, 15.0, 25.0, 35.0):
+        assert breakers.closed_to(now=now + 9.999) == {0}
+        assert breakers.closed_to(now=now + 10.0) == frozenset()
+        breakers.sent(0, now=now + 10.0)
+        assert breakers.closed_to(now=now + 10.0) == {0}
+        refuse(breakers, 0, 1, now=now + 10.0)
+    breakers.sent(0, now=55.0)
+    breakers.ended(0, Verdict.GOOD, ranks=4, now=55.0)
+    refuse(breakers, 0, 100, now=59.0)
+    assert breakers.state(0, now=59.0) is BreakerState.CLOSED
+
+
+def test_a_full_rank_that_takes_some_is_only_full() -> None:
+    """However many it refuses between the answers that it begins, and however seldom it is asked."""
+    breakers = Breakers(PARAMETERS)
+    for second in range(60):
+        refuse(breakers, 0, 50, now=float(second))
+        if second % 4 == 0:
+            breakers.begun(0)
+    refuse(breakers, 1, 1, now=0.0)
+    refuse(breakers, 1, 1, now=30.0)
+    assert breakers.closed_to(now=59.0) == frozenset()
+
+
+def test_refusals_are_no_failures_nor_the_other_way_round() -> None:
+    """Neither adds to the other; a trial that is refused once says nothing of a rank that failed."""
+    breakers = Breakers(PARAMETERS)
+    fail(breakers, 0, 2)
+    refuse(breakers, 0, 2, now=0.0)
+    refuse(breakers, 0, 1, now=4.0)
+    assert breakers.closed_to(now=4.0) == frozenset()
+    breakers.begun(0)
+    fail(breakers, 0, 1, now=4.0)
+    assert breakers.closed_to(now=4.0) == {0}
+    breakers.sent(0, now=14.0)
+    refuse(breakers, 0, 1, now=14.0)
+    assert breakers.closed_to(now=14.0) == frozenset()
+
+
+def test_a_long_answer_keeps_nobody_waiting_for_its_end() -> None:
+    """Once the trial's answer begins others may go, one by one until theirs begin. Its failure opens it for longer."""
+    breakers = Breakers(PARAMETERS)
+    fail(breakers, 0, 3)
+    breakers.sent(0, now=10.0)
+    assert breakers.closed_to(now=10.0) == {0}
+    breakers.begun(0)
+    assert breakers.closed_to(now=10.5) == frozenset()
+    breakers.sent(0, now=10.5)
+    assert breakers.closed_to(now=10.5) == {0}
+    breakers.begun(0)
+    breakers.ended(0, Verdict.BAD, ranks=4, now=11.0)
+    assert breakers.closed_to(now=30.9) == {0}
+    breakers.sent(0, now=31.0)
+    breakers.ended(0, Verdict.GOOD, ranks=4, now=31.0)
+    assert breakers.state(0, now=31.0) is BreakerState.CLOSED
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["send", "begin", *Verdict]), st.floats(0.0, 30.0)), max_size=80
+)
 
 
 @settings(deadline=None)
@@ -94,6 +167,8 @@ def test_never_more_than_the_share(events: list[tuple[int, str, float]], ratio: 
         now += pause
         if event == "send":
             breakers.sent(slot, now=now)
+        elif event == "begin":
+            breakers.begun(slot)
         else:
             breakers.ended(slot, Verdict(event), ranks=5, now=now)
         assert len(breakers.closed_to(now=now)) <= 5 * ratio

@@ -284,6 +284,19 @@ def test_the_end_of_a_claim_on_a_rank_that_left_spares_its_successor(began: bool
     assert (load.inflight, load.inflight_tokens, load.waiting, load.waiting_tokens) == (1, 100, 1, 80)
 
 
+def test_what_was_turned_away_was_no_work() -> None:
+    """A rank that computed nothing of what it was sent is as idle as one that was sent nothing."""
+    book = LoadBook()
+    kept = book.open(0, prompt_tokens=10, prefill_tokens=10, seconds=2.0, now=0.0)
+    turned_away = [book.open(0, prompt_tokens=10, prefill_tokens=10, seconds=3.0, now=90.0 * n) for n in range(3)]
+    for claim in turned_away:
+        book.close(claim, now=400.0, is_computed=False)
+    book.close(kept, now=400.0)
+    load = book.load(0)
+    assert recent_seconds(load, now=400.0) == pytest.approx(2.0 * 0.5 ** (400.0 / RECENT_HALF_LIFE_SECONDS))
+    assert lasting_seconds(load, now=400.0) == pytest.approx(2.0 * 0.5 ** (400.0 / LASTING_HALF_LIFE_SECONDS))
+
+
 def test_leaving_a_long_queue_is_cheap_wherever_one_stands() -> None:
     """Forty times as many waiting, and leaving from the middle costs about the same each, not forty times."""
 

@@ -123,6 +123,26 @@ async def test_a_whole_answer_is_no_sooner_for_the_end_of_another() -> None:
     assert pace.factor == pytest.approx(0.5)
 
 
+async def test_a_rank_that_takes_nothing_is_left_alone_and_comes_back() -> None:
+    """One rank answers 503 to all that it is sent for 5 s: then the other one gets everything, until one request in a
+    while is taken. What was turned away counts as no work: the rank that is back is the idler one.
+    """
+    world = World(ranks=2, breaker_seconds=5.0)
+    places: list[list[int]] = [[], [], []]
+    for number in range(240):
+        world.now += 0.5
+        part, attempt = number // 80, await world.ask(prompt_of(1000, start=2000 * number))
+        if part < 2 and attempt.decision.slot == 0:
+            attempt.lease.close(Outcome.PUSHBACK, None)
+        else:
+            attempt.lease.first_byte()
+            attempt.lease.close(Outcome.OK, Usage(1000, 1, 0))
+        places[part].append(attempt.decision.slot)
+
+    assert places[1].count(0) <= 40.0 / 5.0
+    assert places[2].count(0) > places[2].count(1)
+
+
 async def test_an_engine_that_does_not_tell_reuse_is_not_judged() -> None:
     """``cached_tokens`` absent is not zero."""
     world = World(ranks=1)
