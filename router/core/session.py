@@ -25,7 +25,7 @@ Without any signal the stable head of the conversation names the session.
 | body ``user`` | OpenAI, deprecated |
 
 A conversation that names a parent beside itself (``x-dynamo-parent-session-id``, ``x-parent-session-id``,
-``x-codex-parent-thread-id``) is a subagent under its own name.
+``x-codex-parent-thread-id``) is a subagent under its own name, and of that parent.
 
 These name nobody: ``x-user-id``, since one person has many conversations, whose heads tell them apart (who has one each
 may configure it); a ``rid`` without a turn and ``x-request-id``, which are one request's; ``x-dynamo-session-final``,
@@ -66,8 +66,8 @@ _HEADERS = (
 )
 _AGENT_HEADERS = ("x-claude-code-agent-id",)
 _PARENT_HEADERS = ("x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id")
-#: The agent of a conversation that says no more than that it has a parent.
-_CHILD = "child"
+#: Begins the agent of a conversation that says no more than who its parent is, whose session follows.
+_CHILD = "child of "
 #: Some clients have a new one for each request: what is surely a session's goes before them.
 _LATE_HEADERS = ("x-litellm-trace-id", "x-correlation-id")
 #: A request carries one of them, or two: those are found at once, and then put in order.
@@ -117,7 +117,7 @@ def identify(
         if name in _AGENT_HEADERS:
             agent = _clean(value)
         elif name in _PARENT_HEADERS:
-            agent = agent or (_CHILD if value else "")
+            agent = agent or (_CHILD + _clean(value) if value else "")
         elif name in _LATE_HEADERS:
             late = late or value
         else:
@@ -288,9 +288,8 @@ class SessionTable:
     def home(
         self, model: str, key: SessionKey, *, now: float, held: Mapping[int, int] = MappingProxyType({})
     ) -> int | None:
-        """Of the slots that served this session, the one that has most of a prompt: ``held[slot]`` tokens.
-
-        Of equals it is the one that served last.
+        """Of the slots that served this session the one with most of a prompt, ``held[slot]`` tokens; of equals the one
+        that served last.
         """
         binding = self._bindings.get((model, key))
         if binding is None or (not binding.inflight and now - binding.used_at > self.idle_seconds):
@@ -300,8 +299,9 @@ class SessionTable:
         return slots[0] if slots else None
 
     def parent_home(self, model: str, key: SessionKey, *, now: float) -> int | None:
-        """The home of the one whose subagent it is, if it is one and tells."""
-        return self.home(model, key._replace(agent=""), now=now) if key.agent not in ("", _CHILD) else None
+        """The home of the one whose subagent it is, if it is one."""
+        parent = key.agent.removeprefix(_CHILD) if key.agent.startswith(_CHILD) else key.session
+        return self.home(model, SessionKey(key.tenant, parent), now=now) if key.agent else None
 
     def is_beginning(self, model: str, key: SessionKey) -> bool:
         """Requests of the session are on their way, and none has been answered yet."""

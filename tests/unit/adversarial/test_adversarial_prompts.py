@@ -175,7 +175,7 @@ async def test_equal_prompts_that_share_nothing_are_not_piled_up_for_what_they_s
     [
         ({"x-request-id": "r1"}, None),  # an id of one request names no session
         ({"x-parent-session-id": "p"}, None),  # a parent without a child
-        ({"x-session-id": "s", "x-parent-session-id": "s"}, SessionKey("t", "s", "child")),  # its own parent
+        ({"x-session-id": "s", "x-parent-session-id": "s"}, SessionKey("t", "s", "child of s")),  # its own parent
         ({"x-session-id": " "}, SessionKey("t", " ")),
     ],
 )

@@ -11,7 +11,7 @@ from router.core.cost import CostParameters, prices
 from router.core.load import LoadBook
 from router.core.pd import prefill_prices
 from router.core.policy import make_policy
-from router.core.session import SessionTable
+from router.core.session import SessionTable, identify
 from router.core.types import FleetView, RankPace, RankView, Residency, RouteRequest, SessionKey
 from tests.fakes.rank_views import rank_view
 
@@ -93,13 +93,18 @@ def test_where_ranks_share_the_work_its_prompts_are_at_home_elsewhere() -> None:
 
 
 def test_a_subagent_knows_its_parents_home() -> None:
-    """One that says no more than that it has a parent does not tell whose."""
+    """Whether it is an agent of the parent's session, or names the parent beside a session of its own."""
     table = SessionTable(max_sessions=10, idle_seconds=60)
     table.start("m", PARENT, slot=3, now=0)
+    child = identify({"x-session-id": "c", "x-parent-session-id": PARENT.session}, {}, tenant=PARENT.tenant)
+    stray = identify({"x-session-id": "c", "x-parent-session-id": PARENT.session}, {}, tenant="another")
+    assert child is not None
+    assert stray is not None
 
     assert table.parent_home("m", CHILD, now=1) == 3
+    assert table.parent_home("m", child, now=1) == 3
     assert table.parent_home("m", PARENT, now=1) is None
-    assert table.parent_home("m", SessionKey("t", "s", "child"), now=1) is None
+    assert table.parent_home("m", stray, now=1) is None
 
 
 def test_a_session_comes_back_once_it_has_been_answered() -> None:

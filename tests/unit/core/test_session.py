@@ -163,7 +163,7 @@ def test_a_subagent_of_claude_code_is_another_session() -> None:
 @pytest.mark.parametrize("parent", ["x-dynamo-parent-session-id", "x-parent-session-id", "x-codex-parent-thread-id"])
 def test_a_conversation_with_a_parent_is_a_subagent_of_its_own_name(parent: str) -> None:
     """Its own id names it, whatever the parent's is; the parent itself is nobody's child."""
-    assert identify({"x-session-id": "c", parent: "p"}, {}, tenant="t") == SessionKey("t", "c", "child")
+    assert identify({"x-session-id": "c", parent: "p"}, {}, tenant="t") == SessionKey("t", "c", "child of p")
     assert identify({"x-session-id": "p", parent: ""}, {}, tenant="t") == SessionKey("t", "p", "")
 
 
