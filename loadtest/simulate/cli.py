@@ -68,6 +68,12 @@ def main(argv: Sequence[str]) -> int:
             f"argument --pool-tokens: {pool_tokens} hold not even the shortest prompt of the trace, "
             f"which has {recording.least_prompt_tokens} tokens"
         )
+    if options.speed_up != 1.0 and not recording.arrivals:
+        parser.error(
+            "argument --speed-up: sessions are played closed loop; it is for traces of requests with their times"
+        )
+    if options.fail_at is not None and options.fail_at >= options.warm_up_seconds + options.window_seconds:
+        parser.error(f"argument --fail-at: the run is over by then; name an earlier time than {options.fail_at:g} s")
     end_seconds = recording.span_seconds / options.speed_up
     if recording.arrivals and options.warm_up_seconds > end_seconds:
         parser.error(

@@ -90,9 +90,8 @@ def _section(method: str, path: str, operation: Json, described: Json) -> str:
         lines.append(f"<p><code>{escape(parameter['name'])}</code> ({place}{needed}): {escape(json.dumps(limits))}</p>")
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
-        lines.append(
-            f"<p>Body, with content-type: application/json:</p><pre>{escape(json.dumps(_resolved(body, described), indent=2))}</pre>"
-        )
+        schema = escape(json.dumps(_resolved(body, described), indent=2))
+        lines.append(f"<p>Body, with content-type: application/json:</p><pre>{schema}</pre>")
     statuses = ", ".join(sorted(operation.get("responses", {})))
     lines.append(f"<p>Answers {escape(statuses)}.</p>")
     return f"<section>{''.join(lines)}</section>"

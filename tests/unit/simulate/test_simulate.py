@@ -264,8 +264,10 @@ def test_a_grid_with_every_policy_can_be_kept(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == first.out
     assert main(["--trace", trace, "--results", trace]) == 1
     assert capsys.readouterr().err == f"homing simulate: --results {trace}: File exists\n"
-    with pytest.raises(SystemExit):
-        main(["--trace", trace, "--window-tokens", "64", "--host-ratio", "4"])
+    for idle in (["--window-tokens", "64", "--host-ratio", "4"], ["--speed-up", "2"], ["--fail-at", "5400"]):
+        with pytest.raises(SystemExit):
+            main(["--trace", trace, *idle])
+        assert f"argument {idle[0]}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
