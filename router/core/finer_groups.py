@@ -7,16 +7,11 @@ named ones tell where those beside them lie.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 
-from router.core.adoption import Expected
 from router.core.lone_groups import LoneGroups
 from router.core.rank_state import RankState, keys_of_event
-from router.core.taking_over import MOST_TRIED
-from router.core.usable import Rule, resumed_behind
 from router.wire.kv_events import BlockStored
 
 
@@ -52,29 +47,6 @@ class FinerGroups(LoneGroups):
                 self._note_stray(rank, name, keys[at])
                 self._gain_sparse(rank, slot, keys[at], group)
                 self.provisional.confirm(slot, group, (keys[at],))
-
-    def _asked(self, rank: RankState, slot: int, event: BlockStored) -> tuple[Expected, int] | None:
-        """The prompt in flight that an event is of, and how many of its units are before those that it covers."""
-        unit, parent = self.block_tokens, None if event.parent is None else self._key(rank, event.parent)
-        places = (
-            (chain, at)
-            for chain in self.provisional.expected(slot)
-            for at in chain.starts(event, parent, unit_tokens=unit)
-        )
-        tried = islice(places, MOST_TRIED)
-        return next(((chain, at) for chain, at in tried if chain.covers(event, at, unit_tokens=unit)), None)
-
-    def _kept_places(
-        self, rank: RankState, rule: Rule, event: BlockStored, chain: Expected, start: int
-    ) -> list[int | None]:
-        """Which blocks are kept of a prompt where an event covers those behind ``start`` units, but for forks."""
-        step = math.lcm(rank.align, rank.stride)
-        ends = resumed_behind(
-            chain.tail // step, len(chain.keys) // step, is_eagle=rank.geometry.eagle, is_state=rule.is_state
-        )
-        end = start + len(event.token_ids) // self.block_tokens
-        segment_tokens = rank.segment_tokens.get(event.group, 0)
-        return list(rule.kept(start, end, ends={place * step for place in ends}, segment_tokens=segment_tokens))
 
     def _covered(self, rank: RankState, event: BlockStored) -> Sequence[int]:
         """The keys of all units that an event covers."""

@@ -18,6 +18,8 @@ from router.wire.kv_events import BlockStored
 
 #: So many events in a row of blocks that no group of a rank has, and it is taken for another process.
 MOST_ODD = 8
+#: After so many prompts of which a window group keeps no more it is taken to have no draft's layers.
+FEWEST_VOTES = 2
 
 
 class Groups(FinerGroups):
@@ -120,6 +122,7 @@ class Groups(FinerGroups):
         """The first dense one carries the chains."""
         rank.met[event.group] = replace(event, hashes=(), parent=None, token_ids=(), extra_keys=None)
         rule = self._rule(rank, event)
+        rank.judged.pop(event.group, None)
         if rule.kind is Kind.DENSE and rank.dense_group is None:
             if rank.is_lone:
                 self._end_lone(rank, slot)
@@ -134,6 +137,28 @@ class Groups(FinerGroups):
         if rank.dense_group is not None:
             for keys, units in rank.adopted.resumed:
                 self._resume(rank, slot, keys, units)
+
+    def _judge_drafts(self, rank: RankState, slot: int, event: BlockStored) -> None:
+        """Learn whether a draft's layers are in a window group: one without them keeps a block less of a prompt, as MTP
+        has them in one group alone.
+        """
+        rule, votes = rank.rules[event.group], rank.judged.get(event.group, 0)
+        if not rule.behind or votes < 0 or event.is_dense:
+            return
+        if (asked := self._asked(rank, slot, event)) is None:
+            return
+        chain, start = asked
+        if start + len(event.token_ids) // self.block_tokens <= len(chain.keys) - math.lcm(rank.align, rank.stride):
+            return  # it may be of another prompt, which ends there
+        without = replace(rule, needed=rule.needed - rule.behind, behind=0)
+        most, fewest = (len(self._kept_places(rank, each, event, *asked)) for each in (rule, without))
+        if fewest < most == len(event.hashes):
+            rank.judged[event.group] = -1
+        elif len(event.hashes) == fewest < most:
+            rank.judged[event.group] = votes + 1
+            if votes + 1 == FEWEST_VOTES:
+                rank.rules[event.group] = without
+                self._share_pool(rank)
 
     def _share_pool(self, rank: RankState) -> None:
         """Groups share the pool. Where blocks are not alike, or a chunk's size is unknown, nothing is foretold."""

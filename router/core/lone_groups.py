@@ -57,13 +57,23 @@ class LoneGroups(TakingOver):
         self._renew_pool(slot)
 
     def _store_lone(self, rank: RankState, slot: int, event: BlockStored) -> None:
-        rule, table = rank.rules[event.group], self._sparse[event.group]
-        keys, end = self._span(rank, slot, event)
+        rule = rank.rules[event.group]
         count = len(event.hashes)
+        if count and (asked := self._asked(rank, slot, event)) is not None:
+            places = self._kept_places(rank, rule, event, *asked)
+            if len(places) == count:
+                keys = asked[0].keys[rule.stride - 1 :: rule.stride]
+                self._gain_lone(rank, slot, event, [keys[at] for at in places if at is not None])
+                return
+        keys, end = self._span(rank, slot, event)
         if count < len(keys):  # of more than lie before one place those before others cannot be told
             count = min(count, rule.needed)
             keys = keys[max(0, end - count) : end]
-        for name, key in zip(event.hashes[len(event.hashes) - count :], keys, strict=False):
+        self._gain_lone(rank, slot, replace(event, hashes=event.hashes[len(event.hashes) - count :]), keys)
+
+    def _gain_lone(self, rank: RankState, slot: int, event: BlockStored, keys: Sequence[int]) -> None:
+        table = self._sparse[event.group]
+        for name, key in zip(event.hashes, keys, strict=False):
             if len(table.masks) >= self.max_blocks and key not in table:
                 self._forget_oldest(table)
             self._note_stray(rank, name, key)

@@ -38,7 +38,8 @@ class RankState:
     stored. ``unplaced`` are events of sparse groups in a batch without a dense one so far; ``is_lone``: there is none.
     ``between`` are events of a batch that name blocks whose ends lie inside the dense group's.
     ``met`` tells of each group what its first event did; ``is_settled``: the dense one has stored several blocks of
-    that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``given`` is the pool as it
+    that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``judged``
+    says by how many prompts a window group seems to have no draft's layers; -1: it has. ``given`` is the pool as it
     was at first, for one like it. ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later
     event said otherwise, and nobody was told yet.
     """
@@ -65,6 +66,7 @@ class RankState:
     met: dict[int, BlockStored] = field(default_factory=dict)
     is_settled: bool = False
     odd_events: int = 0
+    judged: dict[int, int] = field(default_factory=dict)
     is_lone: bool = False
     is_doubted: bool = False
     is_contradicted: bool = False
@@ -166,7 +168,7 @@ class RankState:
         self.met.clear()
         self.dense_group, self.is_lone, self.has_tails, self.is_doubted = None, False, False, False
         self.is_settled, self.odd_events = False, 0
-        self.rules, self.segment_tokens, self.align = {}, {}, 1
+        self.rules, self.segment_tokens, self.align, self.judged = {}, {}, 1, {}
         self.reported = ()
 
     def forget_waits(self) -> None:

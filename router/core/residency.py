@@ -178,6 +178,7 @@ class Residency(Groups):
             rank.reported = event.hashes
             return
         self._note_keeping(rank, slot, event)
+        self._judge_drafts(rank, slot, event)
         if rank.is_lone:
             self._store_lone(rank, slot, event)
             return

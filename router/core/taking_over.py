@@ -9,6 +9,7 @@ from itertools import islice
 from router.core.adoption import Expected
 from router.core.bounded import Bounded
 from router.core.rank_state import RankState
+from router.core.usable import Rule, resumed_behind
 from router.wire.kv_events import BlockStored
 
 #: Places of chains in flight that an event without a known parent is held against, those sent last first.
@@ -36,6 +37,29 @@ class TakingOver(Bounded):
         self._learn(rank, slot, (event.parent,), taken[:1], fresh=1)
         rank.adopted.named(taken[0])
         return taken[0]
+
+    def _asked(self, rank: RankState, slot: int, event: BlockStored) -> tuple[Expected, int] | None:
+        """The prompt in flight that an event is of, and how many of its units are before those that it covers."""
+        unit, parent = self.block_tokens, None if event.parent is None else self._key(rank, event.parent)
+        places = (
+            (chain, at)
+            for chain in self.provisional.expected(slot)
+            for at in chain.starts(event, parent, unit_tokens=unit)
+        )
+        tried = islice(places, MOST_TRIED)
+        return next(((chain, at) for chain, at in tried if chain.covers(event, at, unit_tokens=unit)), None)
+
+    def _kept_places(
+        self, rank: RankState, rule: Rule, event: BlockStored, chain: Expected, start: int
+    ) -> list[int | None]:
+        """Which blocks are kept of a prompt where an event covers those behind ``start`` units, but for forks."""
+        step = math.lcm(rank.align, rank.stride)
+        ends = resumed_behind(
+            chain.tail // step, len(chain.keys) // step, is_eagle=rank.geometry.eagle, is_state=rule.is_state
+        )
+        end = start + len(event.token_ids) // self.block_tokens
+        segment_tokens = rank.segment_tokens.get(event.group, 0)
+        return list(rule.kept(start, end, ends={place * step for place in ends}, segment_tokens=segment_tokens))
 
     def reused(self, slot: int, keys: Sequence[int], *, tokens: int) -> None:
         """The engine says that it has reused so many tokens of a prompt."""
