@@ -196,9 +196,13 @@ class ChatClient:
         try:
             return [model.id for model in _MODELS.decode(reader.body).data]
         except msgspec.MsgspecError as error:
+            remedy = (
+                "give a key that it takes with --api-key"
+                if reader.status in (401, 403)
+                else "is this an OpenAI-compatible server? Name the model with --model to do without the list"
+            )
             raise AddressError(
-                f"{where}{MODELS_PATH} answered HTTP {reader.status} without a list of models; "
-                "is this an OpenAI-compatible server? Name the model with --model to do without the list"
+                f"{where}{MODELS_PATH} answered HTTP {reader.status} without a list of models; {remedy}"
             ) from error
 
     def _request(self, method: str, path: str, *, headers: Mapping[str, str], body: bytes) -> bytes:

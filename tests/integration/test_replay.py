@@ -351,6 +351,24 @@ async def test_nobody_at_the_address_is_said_plainly() -> None:
     assert f"{url.removeprefix('http://')} does not answer" in errors.decode()
 
 
+async def test_a_server_that_wants_a_key_is_said_to() -> None:
+    """The option that gives one is named."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        process = await _command("--url", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "--sessions", "1")
+        _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert errors.decode().endswith(
+        "answered HTTP 401 without a list of models; give a key that it takes with --api-key\n"
+    )
+
+
 async def test_few_requests_that_fail_are_a_failure_too() -> None:
     """Too few for the run to be cut short; the share of errors decides its status."""
     async with FakeServer(fault=lambda _: Fault.REFUSE_400) as server:
