@@ -126,7 +126,7 @@ class PrefixIndex(Residency):
         limit = (prompt_tokens - 1) // self.block_tokens
         for slot, depth in depths.items():
             rank = self._ranks[slot]
-            units = min(limit, foretold[slot] if slot in foretold else self._usable(rank, keys, depth))
+            units = min(limit, foretold[slot]) if slot in foretold else self._usable(rank, keys, depth)
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
@@ -185,7 +185,9 @@ class PrefixIndex(Residency):
 
     def _usable(self, rank: RankState, keys: Sequence[int], depth: int, forecast: SharedForecast | None = None) -> int:
         """Units of a prompt's first ``depth`` that all groups of a rank accept."""
-        return self._boundary(rank, keys, depth, forecast) if rank.rules else depth - rank.recomputed_units
+        if rank.rules:
+            return self._boundary(rank, keys, depth, forecast)
+        return depth - rank.recomputed_units if rank.geometry.eagle else depth
 
     def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""

@@ -195,11 +195,13 @@ def boundary(
     Groups of one rule are looked at together. What lies behind a boundary is asked for once: if another group accepts
     less, windows are judged there without it (``HybridKVCacheCoordinator.find_longest_cache_hit``).
     """
-    alike: dict[Rule, list[Mask]] = {}
-    for group, mask in groups.items():
-        if rules[group].kind is not Kind.UNUSED:
-            alike.setdefault(rules[group], []).append(mask)
-    for rule, masks in alike.items():
+    alike = [(rules[group], [mask]) for group, mask in groups.items() if rules[group].kind is not Kind.UNUSED]
+    if recomputed:
+        together: dict[Rule, list[Mask]] = {}
+        for rule, masks in alike:
+            together.setdefault(rule, []).extend(masks)
+        alike = list(together.items())
+    for rule, masks in alike:
         if rule.kind is Kind.DENSE:
             depth, align = (
                 _accepted(keys, depth, bit=bit, masks=masks, rule=rule, align=1),
@@ -210,7 +212,7 @@ def boundary(
     agreed, looked_behind = -1, set[Rule]()
     while depth != agreed:
         agreed = depth
-        for rule, masks in alike.items():
+        for rule, masks in alike:
             if rule.kind is Kind.DENSE:
                 continue
             is_first = rule.behind > 0 and rule not in looked_behind
@@ -218,7 +220,7 @@ def boundary(
             found = _accepted(keys, depth, bit=bit, masks=masks, rule=asked, align=align)
             if is_first:
                 looked_behind.add(rule)
-            elif found < depth:
+            elif found < depth and looked_behind:
                 looked_behind.clear()
             depth = found
     return depth
