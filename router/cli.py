@@ -5,6 +5,7 @@ Nothing heavy is imported before it is known which part runs, so that ``--help``
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -47,9 +48,16 @@ Each command explains its options: homing router --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0 done, 1 could not run, 2 was asked for something unknown, 130 Ctrl-C."""
+    """Run one command. Exit status: 0 done, 1 could not run, 2 was asked for something unknown, 130 Ctrl-C, and 141 if
+    whoever reads its output has left (``| head``).
+    """
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 141
     except KeyboardInterrupt:  # while it loads, or of a command that has nothing to end first
         return 130
 

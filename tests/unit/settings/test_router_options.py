@@ -16,6 +16,8 @@ from router.knobs import knobs
 from router.options import main, parse
 from router.settings import ModelSpec, Policy, WorkerSpec
 
+RECORDING = next((Path(__file__).parents[2] / "data" / "kv_events").glob("*.jsonl.gz"))
+
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +149,18 @@ def test_a_part_whose_library_is_missing_says_how_to_get_it(
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "pip install 'homing[engine]'" in message
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["check-events", str(RECORDING)]])
+def test_who_reads_may_leave(arguments: list[str]) -> None:
+    """As ``| head`` does: no traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "router.cli", *arguments]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("command", ["router", "shim", "replay", "simulate", "bench", "check-events", "record-events"])
