@@ -16,7 +16,7 @@ from router.knobs import knobs
 from router.options import main, parse
 from router.settings import ModelSpec, Policy, WorkerSpec
 
-RECORDING = next((Path(__file__).parents[2] / "data" / "kv_events").glob("*.jsonl.gz"))
+RECORDING = Path(__file__).parents[2] / "data" / "kv_events" / "own-sglang-qwen3-full-pool.jsonl.gz"
 
 
 @pytest.fixture(autouse=True)
