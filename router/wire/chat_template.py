@@ -14,18 +14,14 @@ prefix there. What vLLM does to messages before a template sees them (``renderer
 from __future__ import annotations
 
 import contextlib
-import json
-import marshal
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NoReturn, TypeGuard
 
 import jinja2
 import jinja2.ext
 import jinja2.parser
 import jinja2.sandbox
-import msgspec
 from jinja2 import nodes
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
@@ -33,6 +29,7 @@ from jinja2.utils import Namespace
 from router.wire.rendered_heads import FEWEST_MESSAGES, RenderedHeads, Rendering
 from router.wire.resumable import make_resumable
 from router.wire.template_analysis import walks_parts
+from router.wire.template_json import TemplateJson
 
 Message = Mapping[str, Any]
 
@@ -41,11 +38,9 @@ _TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _BILLING_LINE = "x-anthropic-billing-header"
 _DICT_METHODS = frozenset(dir(dict))
-_MOST_INDENTS = 32
-#: Tools and the arguments of calls, which each turn sends again: so many of them, and none that is larger.
-_REMEMBERED_VALUES, _REMEMBERED_SIZE = 4096, 4096
-#: Memory for what conversations' first messages were rendered to.
+#: Memory for what conversations' first messages were rendered to, and for tools and calls as JSON.
 MAX_RENDERED_BYTES = 128 * 1024 * 1024
+MAX_JSON_BYTES = 32 * 1024 * 1024
 _LOOP_NAMES = frozenset({"first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"})
 
 
@@ -63,7 +58,8 @@ class ChatTemplate:
     def __init__(self, source: str, *, variables: Mapping[str, str]) -> None:
         """Compile. Raises ``jinja2.TemplateError``."""
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
-        environment.filters["tojson"] = _to_json
+        self._json = TemplateJson(max_bytes=MAX_JSON_BYTES)
+        environment.filters["tojson"] = self._json.write
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._environment = environment
@@ -92,7 +88,7 @@ class ChatTemplate:
         Any JSON may stand in any place: what is of the wrong type is refused, here or by the template's expressions.
         """
         try:
-            shown = [_shown(message, walks_parts=self._walks_parts) for message in messages]
+            shown = [_shown(message, json=self._json, walks_parts=self._walks_parts) for message in messages]
             is_merged = not self._knows_developer and any(message["role"] == "developer" for message in shown)
             if is_merged:
                 shown = _with_one_system([_as_system(message) for message in shown])
@@ -123,7 +119,7 @@ class ChatTemplate:
 # --- messages as templates expect them -------------------------------------------------------------
 
 
-def _shown(message: Message, *, walks_parts: bool) -> Message:
+def _shown(message: Message, *, json: TemplateJson, walks_parts: bool) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise TemplateRefusal("each message needs a role")
@@ -143,7 +139,7 @@ def _shown(message: Message, *, walks_parts: bool) -> Message:
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
-            shown["tool_calls"] = [_with_object(call) for call in calls]
+            shown["tool_calls"] = [_with_object(call, json) for call in calls]
         else:
             shown.pop("tool_calls", None)
         if (reasoning := message.get("reasoning")) is not None:
@@ -190,28 +186,19 @@ def _without_billing_line(part: str | Message) -> str | Message | None:
     return rest if isinstance(part, str) else {**part, "text": rest}
 
 
-def _with_object(call: Any) -> object:
+def _with_object(call: Any, json: TemplateJson) -> object:
     """A tool call whose arguments are an object, not its JSON."""
     function = call.get("function") if _is_object(call) else None
     if not _is_object(function):
         raise TemplateRefusal("a tool call names a function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _parsed(arguments) if len(arguments) <= _REMEMBERED_SIZE else _parsed.__wrapped__(arguments)
+        arguments = json.read(arguments)
     return {**call, "function": {**function, "arguments": arguments if _is_object(arguments) else {}}}
 
 
 def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
     return type(value) is dict or isinstance(value, Mapping)  # abstract types answer slowly
-
-
-@lru_cache(maxsize=_REMEMBERED_VALUES)
-def _parsed(arguments: str) -> object:
-    """Each turn shows all calls again. What is remembered a template cannot change."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _shown_tool(tool: Message) -> Message:
@@ -269,59 +256,6 @@ class _Generation(jinja2.ext.Extension):
         """Drop the tags, keep what they enclose."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """``transformers``' filter: unlike Jinja's own it does not escape HTML.
-
-    Indented it refuses what is nested deeper than schemas are, as blanks by the depth make gigabytes of a megabyte.
-    """
-    if type(value) is dict and separators is None:
-        with contextlib.suppress(ValueError):  # too deep for marshal
-            same = marshal.dumps(value, 2)  # of equal objects, whose fields have one order, and of no others
-            if len(same) <= _REMEMBERED_SIZE:
-                return _json_of(same, ensure_ascii, indent, sort_keys)
-    return _json(value, ensure_ascii, indent, separators, sort_keys)
-
-
-@lru_cache(maxsize=_REMEMBERED_VALUES)
-def _json_of(same: bytes, ensure_ascii: bool, indent: int | None, sort_keys: bool) -> str:
-    return _json(marshal.loads(same), ensure_ascii, indent, None, sort_keys)  # noqa: S302 - made here
-
-
-def _json(
-    value: object, ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
-) -> str:
-    if indent is None:
-        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
-    if _is_deep(value):
-        raise TemplateRefusal(f"JSON is nested deeper than {_MOST_INDENTS}")
-    if type(indent) is int and indent > 0 and separators is None:
-        with contextlib.suppress(msgspec.DecodeError):  # infinities, which JSON has not
-            # The same in a tenth of the time: Python's own encoder indents value by value.
-            compact = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-            return msgspec.json.format(compact, indent=indent)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _is_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(_MOST_INDENTS + 1):
-        if not level:
-            return False
-        level = [
-            child
-            for outer in level
-            if isinstance(outer, Mapping | list | tuple)
-            for child in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]
-    return bool(level)
 
 
 def _raise_exception(message: str) -> NoReturn:
