@@ -74,7 +74,7 @@ class RenderedHeads:
 
 
 def _size(head: Head) -> int:
-    return head.text.__sizeof__() + _ENTRY_BYTES
+    return head.text.__sizeof__() + sum(value.__sizeof__() for value in head.state) + _ENTRY_BYTES
 
 
 class Rendering:

@@ -64,7 +64,7 @@ class _Loop:
         self._lists = lists
         self._spaces = spaces
         self._used = {name.name for name in _all_of(nodes.Name, *loop.body, *macros)}
-        self._names = sorted((self._used & assigned) - spaces - lists - {macro.name for macro in macros})
+        self._names = sorted((self._used & assigned) - spaces - lists)
         self._reads = list(_own(loop.body, _is_loop_value))
         self._ahead = int(any(value.attr in _AHEAD for value in self._reads if isinstance(value, nodes.Getattr)))
 
@@ -75,7 +75,7 @@ class _Loop:
             return False
         if not _some(nodes.Output, *body) or _some(nodes.CallBlock, *body, *macros):
             return False
-        if self._used & _IMPURE or any(one.name == "random" for one in _all_of(nodes.Filter, *body, *macros)):
+        if self._used & _IMPURE or any(map(_is_random, _all_of(nodes.Filter, *body, *macros))):
             return False
         called = {call.node.name for call in _all_of(nodes.Call, *body, *macros) if isinstance(call.node, nodes.Name)}
         if called - _PURE - {macro.name for macro in macros}:
@@ -136,8 +136,12 @@ class _Loop:
         loop, known = self._loop, f"_homing_known_{number}"
         written = sorted({(ref.name, ref.attr) for ref in _all_of(nodes.NSRef, *loop.body) if ref.name in self._spaces})
         read = set(self._attributes_read())
-        state = [_attribute(name, attr) for name, attr in written]
-        depends = [*map(_load, self._names), *(_attribute(name, attr) for name, attr in sorted(read | {*written}))]
+        state = [_attribute_if_any(name, attr) for name, attr in written]
+        depends = [
+            *map(_load, self._names),
+            *(_is_defined(name) for name in sorted({name for name, _ in read | {*written}})),
+            *(_attribute_if_any(name, attr) for name, attr in sorted(read | {*written})),
+        ]
 
         def of_known(place: int) -> nodes.Expr:
             return nodes.Getitem(_load(known), nodes.Const(place), "load")
@@ -246,6 +250,11 @@ def _is_name(node: nodes.Node, name: str) -> bool:
     return isinstance(node, nodes.Name) and node.name == name
 
 
+def _is_random(one: nodes.Filter) -> bool:
+    """By chance, itself or through another filter: ``map('random')``."""
+    return one.name == "random" or any(value.value == "random" for value in _all_of(nodes.Const, one))
+
+
 def _is_loop_value(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Getattr) and _is_name(node.node, "loop")
 
@@ -256,6 +265,15 @@ def _load(name: str) -> nodes.Name:
 
 def _attribute(name: str, attribute: str) -> nodes.Getattr:
     return nodes.Getattr(_load(name), attribute, "load")
+
+
+def _is_defined(name: str) -> nodes.Test:
+    return nodes.Test(_load(name), "defined", [], [], None, None)
+
+
+def _attribute_if_any(name: str, attribute: str) -> nodes.CondExpr:
+    """Undefined where there is no namespace: one of another branch, or of later on."""
+    return nodes.CondExpr(_is_defined(name), _attribute(name, attribute), None)
 
 
 def _call(name: str, *arguments: nodes.Node) -> nodes.Call:

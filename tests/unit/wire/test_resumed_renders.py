@@ -63,6 +63,18 @@ RESUMED = {
         "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
     ),
     "beyond": "{% for m in messages %}{{ (messages[loop.index0 + 2] or m).content }}{{ m.content }}{% endfor %}",
+    "namespace of a branch": (
+        "{% if tools %}{% set ns = namespace(n=0) %}{% endif %}{% for m in messages %}{% if tools %}{{ ns.n }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    ),
+    "namespace of later on": (
+        "{% macro mark() %}{{ ns.n }}{% endmacro %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% set ns = namespace(n=1) %}{{ mark() }}"
+    ),
+    "macro's name": (
+        "{% macro text() %}{% endmacro %}{% set text = messages[-1].role %}"
+        "{% for m in messages %}{{ text }}{{ m.content }}{% endfor %}"
+    ),
     "outer name": (
         "{% set text = 'outer' %}{% for m in messages %}{% if m.role == 'user' %}{% set text = m.content %}{% endif %}"
         "{{ text }}{% endfor %}"
@@ -83,6 +95,11 @@ WHOLE = {
     ),
     "joiner": "{% set comma = joiner(',') %}{% for m in messages %}{{ comma() }}{{ m.content }}{% endfor %}",
     "cycle": "{% for m in messages %}{{ loop.cycle('a', 'b') }}{{ loop.changed(m.role) }}{{ m.content }}{% endfor %}",
+    "no namespace": (
+        "{% if tools %}{% set ns = namespace(n=0) %}{% endif %}{% for m in messages %}"
+        "{% if tools %}{% set ns.n = 1 %}{% endif %}{{ m.content }}{% endfor %}"
+    ),
+    "chance": "{% for m in messages %}{{ [[m.content]] | map('random') | first }}{% endfor %}",
     "inner head": "{% for m in messages %}{% for n in range(loop.length) %}{{ n }}{% endfor %}{{ m.role }}{% endfor %}",
     "captured": "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ all }}",
     "caller": (
@@ -216,6 +233,15 @@ def test_it_is_bounded_and_forgets_the_longest_unused() -> None:
             messages = [{"role": "user", "content": f"{conversation} {at} {'x' * 50}"} for at in range(turn)]
             assert template.render(messages) == "".join(message["content"] for message in messages)
             assert 0 < len(template._heads) <= 10_000
+
+
+def test_what_namespaces_hold_counts() -> None:
+    """A template that gathers in one what it writes has its text twice."""
+    source = "{% set ns = namespace(a='') %}{% for m in messages %}{% set ns.a = ns.a ~ m.content %}{{ 1 }}{% endfor %}"
+    template = ChatTemplate(source, variables={})
+    template.render([{"role": "user", "content": "x" * 1000}] * FEWEST_MESSAGES)
+
+    assert len(template._heads) > 1000 * FEWEST_MESSAGES
 
 
 def test_a_conversation_has_one_entry() -> None:
