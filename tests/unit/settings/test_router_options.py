@@ -163,6 +163,12 @@ def test_who_reads_may_leave(arguments: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+def test_nobody_need_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that was started without an output Python has none."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["version"]) == 0
+
+
 @pytest.mark.parametrize("command", ["router", "shim", "replay", "simulate", "bench", "check-events", "record-events"])
 def test_ctrl_c_at_any_time_ends_with_its_status(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """130 and no traceback, also while libraries are loaded or figures computed."""
