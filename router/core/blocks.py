@@ -115,6 +115,8 @@ class Blocks:
                 self._listen(slot)
             rank.pool.guard.attempt(rank.pool.cleared)
         rank.forget_waits()
+        if rank.pairs is not None:
+            rank.pairs.clear()
         rank.adopted = Adopted()
         self._chores += (rank.names.rejoin(), self._let_go_of(rank.chains, runs))
         self.tidy()

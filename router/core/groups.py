@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from router.core.finer_groups import FinerGroups
+from router.core.pairs import Pairs
 from router.core.rank_state import RankState
 from router.core.shared_pool import SharedPool
 from router.core.usable import Kind, Rule, rule_of
@@ -127,6 +128,7 @@ class Groups(FinerGroups):
             if rank.is_lone:
                 self._end_lone(rank, slot)
             rank.dense_group = event.group
+            rank.pairs = Pairs() if event.next_tokens else None
             self._set_stride(slot, rule.stride)
         else:
             rank.rules[event.group] = rule

@@ -14,6 +14,7 @@ from itertools import islice
 from router.core.adoption import Expected
 from router.core.chains import Chains, Step
 from router.core.forecast import Pool
+from router.core.pairs import Pairs
 from router.core.provisional import DENSE, Ticket
 from router.core.radix_pool import RadixPool
 from router.core.radix_requests import Want
@@ -45,8 +46,12 @@ class PrefixIndex(Residency):
         request computes are kept by it.
         """
         rank = self._ranks[slot]
+        if rank.pairs is not None:
+            keys = keys[: rank.paired_units(prompt_tokens, unit_tokens=self.block_tokens)]
         ends = keys[rank.stride - 1 :: rank.stride]
         held = rank.chains.depths(rank.chains.path(ends, limit=len(ends))).get(slot, 0)
+        if rank.pairs is not None:  # the last of them may stand before another token
+            held = max(0, held - 1)
         promised: dict[int, Sequence[int]] = {DENSE: () if rank.is_lone else ends[held:]}
         again = rank.recomputed_units
         limit = (
@@ -110,11 +115,19 @@ class PrefixIndex(Residency):
 
     # --- lookup ---------------------------------------------------------------------------------------
 
-    def reusable_tokens(self, keys: Sequence[int], *, prompt_tokens: int, want: Want | None = None) -> dict[int, int]:
+    def reusable_tokens(
+        self,
+        keys: Sequence[int],
+        *,
+        prompt_tokens: int,
+        want: Want | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> dict[int, int]:
         """Usable cached tokens of a prompt, on the device, for each slot that has any.
 
         ``keys`` are the chain keys of the prompt's whole units. The last token is always computed. ``want`` is all that
-        the request takes, which may have to wait for room.
+        the request takes, which may have to wait for room. ``tokens`` are the prompt's, where a block of it may be
+        another by what is behind it.
         """
         reusable: dict[int, int] = {}
         depths = self._depths(keys, prompt_tokens, is_whole=True)
@@ -127,9 +140,28 @@ class PrefixIndex(Residency):
         for slot, depth in depths.items():
             rank = self._ranks[slot]
             units = min(limit, foretold[slot]) if slot in foretold else self._usable(rank, keys, depth)
+            if rank.pairs is not None:
+                units = self._found_paired(rank, rank.pairs, keys, units, prompt_tokens=prompt_tokens, tokens=tokens)
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
+
+    def _found_paired(
+        self,
+        rank: RankState,
+        pairs: Pairs,
+        keys: Sequence[int],
+        units: int,
+        *,
+        prompt_tokens: int,
+        tokens: Sequence[int] | None,
+    ) -> int:
+        """Units up to the last block that stands before the prompt's next token on the rank, too, or is due there."""
+        units = min(units, rank.paired_units(prompt_tokens - 1, unit_tokens=self.block_tokens))
+        if not units or tokens is None or rank.adopted.is_used:
+            return units
+        last, is_due = keys[units - 1], self.provisional.dense.get(keys[units - 1], 0) & rank.bit
+        return units if is_due or pairs.has(last, tokens[units * self.block_tokens]) else units - rank.stride
 
     def _foretell(self, depths: Mapping[int, int], keys: Sequence[int], want: Want | None) -> dict[int, int]:
         """Usable units of ranks whose pool may have given up some of a prompt when the request comes to it.

@@ -10,6 +10,7 @@ from router.core.adoption import Adopted
 from router.core.chains import Chains
 from router.core.forecast import Pool
 from router.core.names import Names
+from router.core.pairs import Pairs
 from router.core.shared_pool import SharedPool
 from router.core.usable import Geometry, Rule
 from router.wire.block_keys import block_keys, namespace_seed
@@ -40,8 +41,9 @@ class RankState:
     ``met`` tells of each group what its first event did; ``is_settled``: the dense one has stored several blocks of
     that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``judged``
     says by how many prompts a window group seems to have no draft's layers; -1: it has. ``given`` is the pool as it
-    was at first, for one like it. ``is_doubted``: that is of a process that may be gone. ``is_contradicted``: a later
-    event said otherwise, and nobody was told yet.
+    was at first, for one like it. ``pairs`` is of one whose blocks are found by their own tokens and the one behind
+    them, and of which nothing is computed again. ``is_doubted``: what is known is of a process that may be gone.
+    ``is_contradicted``: a later event said otherwise, and nobody was told yet.
     """
 
     bit: int
@@ -67,6 +69,7 @@ class RankState:
     is_settled: bool = False
     odd_events: int = 0
     judged: dict[int, int] = field(default_factory=dict)
+    pairs: Pairs | None = None
     is_lone: bool = False
     is_doubted: bool = False
     is_contradicted: bool = False
@@ -81,7 +84,7 @@ class RankState:
         """Of what full attention finds so much is computed again, with EAGLE: a block, or a unit where hits end inside
         one.
         """
-        return (1 if self.has_tails else self.stride) if self.geometry.eagle else 0
+        return (1 if self.has_tails else self.stride) if self.geometry.eagle and self.pairs is None else 0
 
     @property
     def units_behind(self) -> int:
@@ -89,6 +92,11 @@ class RankState:
         of layers. With one group nothing is.
         """
         return self.recomputed_units if len(self.met) > 1 else 0
+
+    def paired_units(self, tokens: int, *, unit_tokens: int) -> int:
+        """Units of whole blocks among so many tokens, where each is found with the token behind it."""
+        units = max(0, tokens - 1) // unit_tokens
+        return units - units % self.stride
 
     # --- blocks whose parent or name is not known yet ------------------------------------------------
 
@@ -167,6 +175,7 @@ class RankState:
         """Of no group is anything known."""
         self.met.clear()
         self.dense_group, self.is_lone, self.has_tails, self.is_doubted = None, False, False, False
+        self.pairs = None
         self.is_settled, self.odd_events = False, 0
         self.rules, self.segment_tokens, self.align, self.judged = {}, {}, 1, {}
         self.reported = ()

@@ -110,6 +110,8 @@ class Residency(Groups):
             parent, keys, hashes = known[-1], keys[again:], hashes[again:]
         if keys:
             self._enter(rank, slot, parent, keys, hashes)
+        if rank.pairs is not None and len(event.next_tokens) == len(keys):
+            rank.pairs.store(hashes, keys, event.next_tokens)
         return True
 
     def _place(self, rank: RankState, name: EngineHash) -> int | None:
@@ -257,6 +259,8 @@ class Residency(Groups):
                 for name in event.hashes:
                     self._lose_sparse(rank, slot, name, event.group)
         elif tier != GPU or event.group == rank.dense_group:
+            if rank.pairs is not None and tier == GPU:
+                rank.pairs.remove(event.hashes)
             copies = self._copies(slot)
             names: Sequence[EngineHash] = event.hashes
             if isinstance(rank.pool, RadixPool) and tier == GPU:

@@ -373,7 +373,7 @@ class Fleet:
         if member is None or member.index is None:
             return 0
         keys = block_keys(tokens, block_tokens=member.index.block_tokens, parent=namespace_seed("", ""))
-        return member.index.reusable_tokens(keys, prompt_tokens=len(tokens)).get(slot, 0)
+        return member.index.reusable_tokens(keys, prompt_tokens=len(tokens), tokens=tokens).get(slot, 0)
 
     # --- what others see ------------------------------------------------------------------------------
 

@@ -30,7 +30,10 @@ class Knowledge:
             return reusable
         for index in self._fleet.indexes(prepared.model):
             keys = prepared.keys(index.block_tokens)
-            reusable.update(index.reusable_tokens(keys, prompt_tokens=prepared.prompt_tokens, want=prepared.want))
+            found = index.reusable_tokens(
+                keys, prompt_tokens=prepared.prompt_tokens, want=prepared.want, tokens=prepared.tokens
+            )
+            reusable.update(found)
         return reusable
 
     def loadable(self, prepared: PreparedRequest) -> Mapping[int, int]:

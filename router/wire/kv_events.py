@@ -44,9 +44,9 @@ _T = TypeVar("_T")
 class BlockStored:
     """Blocks became resident.
 
-    ``token_ids`` covers the whole span after ``parent``; for dense groups it is
-    ``len(hashes) * block_tokens`` long, for sparse ones (window, recurrent) hashes may name fewer
-    blocks than the span has, at positions the event does not tell.
+    ``token_ids`` covers the whole span after ``parent``; for dense groups it is ``len(hashes) * block_tokens`` long,
+    for sparse ones (window, recurrent) hashes may name fewer blocks than it has, at positions the event does not tell.
+    ``next_tokens``: what is behind each block, and part of its name (SGLang with EAGLE).
     """
 
     hashes: tuple[EngineHash, ...]
@@ -61,6 +61,7 @@ class BlockStored:
     cache_salt: str | None = None
     extra_keys: tuple[Any, ...] | None = None
     locality: str | None = None
+    next_tokens: Sequence[int] = ()
 
     @property
     def is_dense(self) -> bool:
@@ -118,10 +119,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one rank publishes: an entry of ``GET /kv_event_sources``.
-
-    ``epoch`` and ``snapshot_path`` are offered by our shims only.
-    """
+    """Where one rank publishes, by ``GET /kv_event_sources``; ``epoch`` and ``snapshot_path`` are our shims' only."""
 
     rank: int
     endpoint: str
@@ -281,12 +279,13 @@ def _event(raw: object) -> Event:
 
 
 def _stored(raw: dict[str, Any]) -> BlockStored:
-    token_ids = raw["token_ids"]
-    if token_ids and isinstance(token_ids[0], list):  # EAGLE bigram pages: (t[i], t[i+1])
-        token_ids = [pair[0] for pair in token_ids]
-    block_tokens = raw["block_size"]
+    token_ids, block_tokens = raw["token_ids"], raw["block_size"]
     if not isinstance(block_tokens, int) or not 0 < block_tokens <= _MAX_BLOCK_TOKENS:
         raise ValueError(f"block_size {block_tokens!r}")
+    next_tokens: Sequence[int] = ()
+    if token_ids and isinstance(token_ids[0], list):  # EAGLE bigram pages: (t[i], t[i+1])
+        next_tokens = array("I", [pair[1] for pair in token_ids[block_tokens - 1 :: block_tokens]])
+        token_ids = [pair[0] for pair in token_ids]
     parent = raw.get("parent_block_hash")
     extra = _optional(raw, "extra_keys", list)
     if not all(keys is None or isinstance(keys, list) for keys in extra or ()):
@@ -304,6 +303,7 @@ def _stored(raw: dict[str, Any]) -> BlockStored:
         cache_salt=_optional(raw, "cache_salt", str),
         extra_keys=None if extra is None else tuple(extra),
         locality=_optional(raw, "locality", str),
+        next_tokens=next_tokens,
     )
 
 

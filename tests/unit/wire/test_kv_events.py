@@ -191,12 +191,15 @@ def test_unknown_types_and_keys_are_passed_over() -> None:
 
 
 def test_eagle_pages_carry_pairs() -> None:
-    """A bigram page names each token with the one after it; the block's tokens are the first ones."""
+    """A bigram page names each token with the one after it; the block's tokens are the first ones, behind it is the
+    last one.
+    """
     raw = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [[1, 2], [2, 3]]}
     (event,) = decode_batch(msgspec.msgpack.encode([1.0, [{**raw, "block_size": 2}], None])).events
 
     assert isinstance(event, BlockStored)
     assert list(event.token_ids) == [1, 2]
+    assert list(event.next_tokens) == [3]
 
 
 @pytest.mark.parametrize(
