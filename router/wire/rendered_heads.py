@@ -8,6 +8,7 @@ the loop ask for it.
 from __future__ import annotations
 
 import marshal
+import math
 import operator
 import os
 import threading
@@ -20,6 +21,8 @@ import xxhash
 
 #: Shorter conversations are rendered whole: many of them never come again.
 FEWEST_MESSAGES: Final = 8
+#: A head ends behind one of so many last messages: it takes more time than most of them to tell how far a loop got.
+_LAST_MESSAGES: Final = 4
 #: What an entry takes beside its text.
 _ENTRY_BYTES: Final = 512
 #: The newest of marshal's forms that is the same for equal values.
@@ -138,8 +141,9 @@ class Rendering:
     # --- called by the loop -----------------------------------------------------------------------------
 
     def _resume(self, number: int, items: object, *values: object) -> tuple[object, ...]:
-        """How many of the items are rendered, their text, the items that are not, and the one before those; then what
-        was left in namespaces. ``values`` are what else the loop depends on.
+        """How many of the items are rendered, their text, the items that are not, the one before those, and from how
+        many items on the loop is to tell of it; then what was left in namespaces. ``values`` are what else the loop
+        depends on.
         """
         self._end()
         lead = self._before(items)
@@ -149,12 +153,13 @@ class Rendering:
             names = ()
         self._begin(items, names, lead or ())
         found = self._heads.find(names)
+        marked = len(names) - _LAST_MESSAGES if names else math.inf
         if found is None:
-            return (0, "", items, None)
+            return (0, "", items, None, marked)
         assert isinstance(items, list)
         self._reach, head = found
         self._found = names[self._reach]
-        return (head.messages, head.text, items[head.messages :], items[head.messages - 1], *head.state)
+        return (head.messages, head.text, items[head.messages :], items[head.messages - 1], marked, *head.state)
 
     def _at(self, items: Any, index: Any) -> Any:
         """An item by its place. The text depends on it from here on."""

@@ -2,8 +2,8 @@
 
 Most chat templates write messages one by one: what a message becomes follows from itself, its neighbours, what was
 assigned before the loop and what the loop keeps in namespaces. Such a loop is rewritten, so that it asks
-``rendered_heads`` for the text of its first messages, goes through the rest, and tells after each how far it got.
-Where a loop may depend on anything else, it stays as it is.
+``rendered_heads`` for the text of its first messages, goes through the rest, and tells after the last ones how far it
+got. Where a loop may depend on anything else, it stays as it is.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Loop:
             return nodes.Getitem(_load(known), nodes.Const(place), "load")
 
         restored: list[nodes.Node] = [
-            nodes.Assign(nodes.NSRef(name, attr), of_known(4 + place)) for place, (name, attr) in enumerate(written)
+            nodes.Assign(nodes.NSRef(name, attr), of_known(5 + place)) for place, (name, attr) in enumerate(written)
         ]
 
         def shifted(node: nodes.Node, is_inner: bool) -> nodes.Node | None:
@@ -167,7 +167,8 @@ class _Loop:
 
         done = nodes.Add(_attribute("loop", "index"), of_known(0))
         mark = nodes.Output([_call("_homing_mark", done, nodes.Const(self._ahead), *state)])
-        body = [*(_replaced(node, shifted) for node in loop.body), mark]
+        is_marked = nodes.Compare(done, [nodes.Operand("gteq", of_known(4))])
+        body = [*(_replaced(node, shifted) for node in loop.body), nodes.If(is_marked, [mark], [], [])]
         made: list[nodes.Node] = [
             nodes.Assign(nodes.Name(known, "store"), _call("_homing_resume", nodes.Const(number), loop.iter, *depends)),
             nodes.Output([of_known(1)]),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import router.wire.chat_template as chat_template
 from router.wire.chat_template import ChatTemplate, TemplateRefusal
-from router.wire.rendered_heads import FEWEST_MESSAGES
+from router.wire.rendered_heads import FEWEST_MESSAGES, Rendering
 
 #: Loops over messages as chat templates write them. Each goes on.
 RESUMED = {
@@ -141,7 +141,7 @@ def fresh(template: ChatTemplate) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("source", [*RESUMED.values(), *WHOLE.values()], ids=[*RESUMED, *WHOLE])
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_turn_by_turn_the_text_is_the_whole_one(source: str, seed: int) -> None:
     """Conversations that grow, are asked again, fork, lose turns or change in the middle, with other tools at times."""
@@ -184,6 +184,16 @@ def test_a_turn_goes_on_where_the_last_one_ended(source: str, monkeypatch: pytes
 
     assert seen
     assert all(head is not None and head[1].messages >= 26 for head in seen)
+
+
+def test_a_loop_tells_of_its_last_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tell takes more time than most messages: a conversation that nobody has seen would take ten times as long."""
+    told = []
+    mark = Rendering._mark
+    monkeypatch.setattr(Rendering, "_mark", lambda self, at, *more: told.append(at) or mark(self, at, *more))
+    ChatTemplate(RESUMED["plain"], variables={}).render([{"role": "user", "content": "m"}] * 100)
+
+    assert told == [97, 98, 99, 100]
 
 
 @pytest.mark.parametrize("source", WHOLE.values(), ids=WHOLE)
