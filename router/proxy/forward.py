@@ -12,7 +12,17 @@ from math import inf
 
 from router.errors import NoWorker, RequestError, UpstreamFailed
 from router.fleet.target import Target
-from router.proxy.answers import REFUSALS, Refusal, error_of, is_stream, outcome_of, refusal_of, told_by
+from router.proxy.answers import (
+    REFUSALS,
+    Refusal,
+    error_of,
+    is_stream,
+    outcome_of,
+    refusal_of,
+    show_head,
+    show_refusal,
+    told_by,
+)
 from router.proxy.exchange import Exchange
 from router.proxy.forwarder import Forwarder
 from router.proxy.outbound import Outbound
@@ -20,7 +30,6 @@ from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.relay import Relay
 from router.proxy.types import Attempt, Outcome, Prepared
 from router.proxy.upstream import UpstreamConnection
-from router.wire import sse
 
 
 class Forwarding:
@@ -300,13 +309,7 @@ class Forwarding:
             if relay.is_stream:
                 seconds = relay.began_seconds - exchange.started_seconds
                 self._forwarder.instruments.first_token(self._prepared.model, seconds=seconds)
-        if not client.begun:
-            lines = head.lines + self._decision_lines()
-            if length is not None:
-                lines += b"content-length: %d\r\n" % length
-            client.start(head.status_line, lines, has_length=head.has_length)
-        elif exchange.is_held_open:  # too late for headers
-            client.write(sse.comment(self._decision_lines()))
+        show_head(exchange, head, self._decision_lines(), length=length)
         return relay
 
     def _end(self, relay: Relay, failure: Failure | None) -> None:
@@ -347,10 +350,7 @@ class Forwarding:
             return exchange.fail(error_of(last))
         if exchange.client.begun:
             return exchange.fail(told_by(last))
-        exchange.status = last.head.status
-        exchange.client.start(last.head.status_line, last.all_lines, has_length=True)
-        exchange.client.write(last.body)
-        exchange.client.end()
+        show_refusal(exchange, last)
         return exchange.finish()
 
     def _decision_lines(self) -> bytes:
