@@ -117,6 +117,7 @@ class Blocks:
         rank.forget_waits()
         if rank.pairs is not None:
             rank.pairs.clear()
+            rank.pairs_below.clear()
         rank.adopted = Adopted()
         self._chores += (rank.names.rejoin(), self._let_go_of(rank.chains, runs))
         self.tidy()

@@ -141,7 +141,8 @@ class PrefixIndex(Residency):
             rank = self._ranks[slot]
             units = min(limit, foretold[slot]) if slot in foretold else self._usable(rank, keys, depth)
             if rank.pairs is not None:
-                units = self._found_paired(rank, rank.pairs, keys, units, prompt_tokens=prompt_tokens, tokens=tokens)
+                found = (rank.pairs,)
+                units = self._found_paired(rank, found, keys, units, prompt_tokens=prompt_tokens, tokens=tokens)
             if units > 0:
                 reusable[slot] = units * self.block_tokens
         return reusable
@@ -149,7 +150,7 @@ class PrefixIndex(Residency):
     def _found_paired(
         self,
         rank: RankState,
-        pairs: Pairs,
+        pairs: Sequence[Pairs],
         keys: Sequence[int],
         units: int,
         *,
@@ -160,8 +161,9 @@ class PrefixIndex(Residency):
         units = min(units, rank.paired_units(prompt_tokens - 1, unit_tokens=self.block_tokens))
         if not units or tokens is None or rank.adopted.is_used:
             return units
-        last, is_due = keys[units - 1], self.provisional.dense.get(keys[units - 1], 0) & rank.bit
-        return units if is_due or pairs.has(last, tokens[units * self.block_tokens]) else units - rank.stride
+        last, behind = keys[units - 1], tokens[units * self.block_tokens]
+        is_there = any(each.has(last, behind) for each in pairs) or self.provisional.dense.get(last, 0) & rank.bit
+        return units if is_there else units - rank.stride
 
     def _foretell(self, depths: Mapping[int, int], keys: Sequence[int], want: Want | None) -> dict[int, int]:
         """Usable units of ranks whose pool may have given up some of a prompt when the request comes to it.
@@ -221,11 +223,18 @@ class PrefixIndex(Residency):
             return self._boundary(rank, keys, depth, forecast)
         return depth - rank.recomputed_units if rank.geometry.eagle else depth
 
-    def loadable_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:
+    def loadable_tokens(
+        self, keys: Sequence[int], *, prompt_tokens: int, tokens: Sequence[int] | None = None
+    ) -> dict[int, int]:
         """Tokens of a prompt that lie on the device *or* below it, for each slot; empty if nothing lies below."""
         if not any(chains.has_lower for chains in self._chains.values()):
             return {}
         found = self._depths(keys, prompt_tokens, below=True)
+        for slot, depth in found.items():
+            rank = self._ranks[slot]
+            if rank.pairs is not None:
+                pairs = (rank.pairs, rank.pairs_below)
+                found[slot] = self._found_paired(rank, pairs, keys, depth, prompt_tokens=prompt_tokens, tokens=tokens)
         return {slot: depth * self.block_tokens for slot, depth in found.items()}
 
     def stored_tokens(self, keys: Sequence[int], *, prompt_tokens: int) -> dict[int, int]:

@@ -18,7 +18,7 @@ _MAX_NAMES = 1 << 17
 
 
 class Pairs:
-    """What stands behind the blocks of one rank."""
+    """What stands behind the blocks that one rank has, on its device or below it."""
 
     def __init__(self) -> None:
         self._by_name: dict[EngineHash, tuple[int, ...]] = {}
@@ -34,14 +34,14 @@ class Pairs:
             self.remove((next(iter(self._by_name)),))
 
     def remove(self, names: Iterable[EngineHash]) -> None:
-        """These were removed. What goes by one name (texts that are kept apart) goes in the order in which it came."""
+        """These were removed. Of what goes by one name (copies, texts that are kept apart) the first that came goes."""
         for name in names:
             gone, *left = self._by_name.get(name, ()) or (None,)
             if left:
                 self._by_name[name] = tuple(left)
             elif gone is not None:
                 del self._by_name[name]
-            if gone is not None:
+            if gone is not None and gone not in left:
                 self._known.discard(gone)
 
     def clear(self) -> None:

@@ -42,8 +42,8 @@ class RankState:
     that size at once. ``odd_events`` in a row were of blocks that no group of the rank has. ``judged``
     says by how many prompts a window group seems to have no draft's layers; -1: it has. ``given`` is the pool as it
     was at first, for one like it. ``pairs`` is of one whose blocks are found by their own tokens and the one behind
-    them, and of which nothing is computed again. ``is_doubted``: what is known is of a process that may be gone.
-    ``is_contradicted``: a later event said otherwise, and nobody was told yet.
+    them, and of which nothing is computed again; ``pairs_below`` of what lies below its device. ``is_doubted``: what is
+    known is of a process that may be gone. ``is_contradicted``: a later event said otherwise, and nobody was told yet.
     """
 
     bit: int
@@ -70,6 +70,7 @@ class RankState:
     odd_events: int = 0
     judged: dict[int, int] = field(default_factory=dict)
     pairs: Pairs | None = None
+    pairs_below: Pairs = field(default_factory=Pairs)
     is_lone: bool = False
     is_doubted: bool = False
     is_contradicted: bool = False

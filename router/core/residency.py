@@ -245,10 +245,15 @@ class Residency(Groups):
                     before = self._runs.blocks
                     places = rank.chains.extend(slot, parent, keys, tier=tier)[1]
                     self._learn(rank, slot, event.hashes, places, fresh=self._runs.blocks - before)
+                    if event.next_tokens:
+                        rank.pairs_below.store(event.hashes, keys, event.next_tokens)
                 return
-        for place in known:
+        is_paired = len(event.next_tokens) == len(known)
+        for at, place in enumerate(known):
             if place is not None:
                 rank.chains.gain(slot, place, tier=tier)
+                if is_paired and (key := self._runs.key(place)) is not None:
+                    rank.pairs_below.store(event.hashes[at : at + 1], (key,), event.next_tokens[at : at + 1])
 
     def _remove(self, slot: int, event: BlockRemoved) -> None:
         rank = self._ranks[slot]
@@ -259,8 +264,8 @@ class Residency(Groups):
                 for name in event.hashes:
                     self._lose_sparse(rank, slot, name, event.group)
         elif tier != GPU or event.group == rank.dense_group:
-            if rank.pairs is not None and tier == GPU:
-                rank.pairs.remove(event.hashes)
+            if rank.pairs is not None:
+                (rank.pairs if tier == GPU else rank.pairs_below).remove(event.hashes)
             copies = self._copies(slot)
             names: Sequence[EngineHash] = event.hashes
             if isinstance(rank.pool, RadixPool) and tier == GPU:

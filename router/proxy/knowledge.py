@@ -42,7 +42,8 @@ class Knowledge:
         if prepared.tokens is not None:
             for index in self._fleet.indexes(prepared.model):
                 keys = prepared.keys(index.block_tokens)
-                loadable.update(index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens))
+                found = index.loadable_tokens(keys, prompt_tokens=prepared.prompt_tokens, tokens=prepared.tokens)
+                loadable.update(found)
         return loadable
 
     def home(self, prepared: PreparedRequest, reusable: Mapping[int, int], known: int | None) -> int | None:

@@ -23,11 +23,14 @@ from typing import Any
 os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
 
 import msgspec
+import sglang.srt.mem_cache.pool_host.common as pool_host
 import torch
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.events import KvEventLoraNames
@@ -44,11 +47,14 @@ LORA = "0123456789abcdef0123456789abcdef"
 
 @dataclass(frozen=True)
 class Case:
-    """Pages of ``page`` tokens. ``is_plain``: ``RadixCache``, else ``UnifiedRadixCache``, as SGLang has it."""
+    """Pages of ``page`` tokens. ``is_plain``: ``RadixCache``, else ``UnifiedRadixCache``, as SGLang has it. ``host`` is
+    when it writes into host memory (HiCache); no bytes are copied here.
+    """
 
     page: int
     eagle: bool = False
     is_plain: bool = False
+    host: str | None = None
     namespaces: tuple[tuple[str, str, str], ...] = (("", "", ""),)  # of extra key, salt, adapter
 
 
@@ -64,7 +70,24 @@ CASES = {
     "eagle64": Case(64, eagle=True),
     "salts": Case(16, namespaces=SALTED),
     "adapters": Case(16, namespaces=ADAPTED),
+    "host": Case(16, host="write_through"),
+    "host-eagle": Case(16, eagle=True, host="write_through"),
+    "host-late": Case(16, host="write_back"),
 }
+
+
+class Copied:
+    """Events of a copy that is done as soon as it is asked for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def copy_at_once(*_: Any, **__: Any) -> l2_transfer.TransferCompletion:
+    return l2_transfer.TransferCompletion(Copied(), Copied(), timing_enabled=False)
 
 
 class Engine:
@@ -75,7 +98,15 @@ class Engine:
         self.live: list[Req] = []
         self.waiting: list[Req] = []
         self.chunk = rng.choice([2, 6]) * max(64, self.page)
-        args = ServerArgs(model_path="dummy", page_size=case.page)
+        tiers: dict[str, Any] = {"hicache_write_policy": case.host, "hicache_ratio": 1.5} if case.host else {}
+        args = ServerArgs(
+            model_path="dummy",
+            page_size=case.page,
+            enable_hierarchical_cache=bool(case.host),
+            hicache_io_backend="direct",
+            hicache_mem_layout="layer_first",
+            **tiers,
+        )
         set_global_server_args_for_scheduler(args)
         size = 1280 // self.page * self.page
         self.rows = ReqToTokenPool(size=10, max_context_len=MOST_TOKENS, device="cpu", enable_memory_saver=False)
@@ -99,6 +130,11 @@ class Engine:
             tree_components=(ComponentType.FULL,),
         )
         self.cache = RadixCache(params) if case.is_plain else UnifiedRadixCache(params)
+        if case.host:
+            pool_host._cuda_host_register = lambda *_, **__: None
+            l2_transfer.L2TransferEngine.submit_device_to_host = copy_at_once
+            l2_transfer.L2TransferEngine.submit_host_to_device = copy_at_once
+            self.cache.init_hicache(args, params)
         self.cache.take_events()
 
     def request(self, name: str, prompt: list[int], most_tokens: int, namespace: tuple[str, str, str]) -> Req:
@@ -142,6 +178,12 @@ class Engine:
         is_first = not request.kv.holds_kv
         request.init_next_round_input(cache if is_first else None)
         start = request.prefix_len
+        if is_first and request.host_hit_length:
+            wanted = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+            loaded, request.last_node = cache.init_load_back(wanted)
+            cache.ready_to_load_host_cache()
+            start += loaded
+            request.kv.cache_protected_len = start
         if is_first:
             request.lock = cache.lock(request.last_node)
             assert self.rows.alloc([request])
@@ -184,10 +226,17 @@ class Engine:
         self.live.remove(request)
         return True
 
-    def found(self, prompt: list[int], namespace: tuple[str, str, str]) -> int:
+    def settle(self) -> None:
+        """Copies between the tiers are over."""
+        if self.case.host:
+            self.cache.flush_pending_backups()
+            self.cache.check_hicache_events()
+
+    def found(self, prompt: list[int], namespace: tuple[str, str, str]) -> tuple[int, int]:
+        """On the device, and with what could be loaded."""
         probe = self.request("probe", prompt, 1, namespace)
         probe.init_next_round_input(self.cache)
-        return int(probe.prefix_len)
+        return int(probe.prefix_len), int(probe.prefix_len + probe.host_hit_length)
 
 
 def record(case: Case, seed: int) -> dict[str, Any]:
@@ -201,7 +250,7 @@ def record(case: Case, seed: int) -> dict[str, Any]:
     sent: list[tuple[Req, tuple[str, str, str]]] = []
     happened: list[list[Any]] = []
     lives: dict[str, Req] = {}
-    for _ in range(STEPS):
+    for _ in range(STEPS if case.host is None else 2 * STEPS):
         if len(lives) < 3 and rng.random() < 0.2:
             namespace = rng.choice(case.namespaces)
             prompt = rng.choice(heads) + some(rng.randrange(1, 90))
@@ -220,6 +269,7 @@ def record(case: Case, seed: int) -> dict[str, Any]:
                 sent.append((request, namespace))
                 happened.append(["sent", name, prompt, *namespace])
         engine.step()
+        engine.settle()
         if not lives and rng.random() < 0.02:
             engine.cache.reset()
             engine.rows.clear()
@@ -232,13 +282,14 @@ def record(case: Case, seed: int) -> dict[str, Any]:
             del lives[name]
             happened.append(["ended", name, whole])
         if sent and rng.random() < 0.5:
-            last, namespace = rng.choice(sent[-12:])
+            last, namespace = rng.choice(sent[-60 if case.host else -12 :])
             whole = list(last.origin_input_ids) + list(last.output_ids)
             end = rng.choice([len(whole), len(last.origin_input_ids), rng.randrange(1, len(whole) + 1)])
             prompt = whole[:end] + some(rng.choice([0, 0, 1, 5, 16, 30]))
             if rng.random() < 0.3:
                 namespace = rng.choice(case.namespaces)
-            happened.append(["found", prompt, engine.found(prompt, namespace), *namespace])
+            found, below = engine.found(prompt, namespace)
+            happened.append(["found", prompt, found, *namespace, below])
     return {"unit_tokens": engine.page, "eagle": case.eagle, "happened": happened}
 
 
