@@ -120,7 +120,7 @@ class ModelSpec(_Slice):
     chunk_tokens: Annotated[int | None, Field(ge=1)] = Field(
         None, description="Chunk of chunked local attention: no event stream carries it."
     )
-    eagle: bool = Field(False, description="The engine drafts with EAGLE or MTP: a hit ends one block earlier.")
+    eagle: bool = Field(False, description="The engine drafts with EAGLE or MTP, whose prefix hits end elsewhere.")
 
 
 class ServerSettings(_Slice):
