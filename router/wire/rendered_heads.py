@@ -11,13 +11,13 @@ import marshal
 import math
 import operator
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jinja2
 import xxhash
+
+from router.wire.bounded_memory import BoundedMemory
 
 #: Shorter conversations are rendered whole: many of them never come again.
 FEWEST_MESSAGES: Final = 8
@@ -40,40 +40,12 @@ class Head(NamedTuple):
     state: tuple[Scalar, ...]
 
 
-class RenderedHeads:
-    """A bounded memory of one template's renders, the longest unused forgotten first. Any thread may use it."""
+class RenderedHeads(BoundedMemory[Head]):
+    """What one template's renders left, by names of this process alone: nobody can make two conversations of one."""
 
     def __init__(self, *, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        #: Of this process alone: nobody can make two conversations of one name.
+        super().__init__(max_bytes=max_bytes)
         self.seed: Final = int.from_bytes(os.urandom(8))
-        self._heads: OrderedDict[bytes, Head] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._bytes
-
-    def find(self, names: Sequence[bytes]) -> tuple[int, Head] | None:
-        """The last of these names that is known, by its place, and its head."""
-        with self._lock:
-            for place in range(len(names) - 1, 0, -1):
-                head = self._heads.get(names[place])
-                if head is not None:
-                    self._heads.move_to_end(names[place])
-                    return place, head
-        return None
-
-    def keep(self, name: bytes, head: Head, *, instead_of: bytes | None) -> None:
-        """Know a head. It takes the place of the one that it went on from."""
-        with self._lock:
-            for old in {name, instead_of}:
-                if old is not None and (forgotten := self._heads.pop(old, None)) is not None:
-                    self._bytes -= _size(forgotten)
-            self._heads[name] = head
-            self._bytes += _size(head)
-            while self._bytes > self.max_bytes:
-                self._bytes -= _size(self._heads.popitem(last=False)[1])
 
 
 def _size(head: Head) -> int:
@@ -117,7 +89,7 @@ class Rendering:
             chunks.append(chunk)  # one by one: the loop asks how many there are
         self._end()
         for name, head, instead_of in self._done:
-            self._heads.keep(name, head, instead_of=instead_of)
+            self._heads.keep(name, head, size_bytes=_size(head), instead_of=instead_of)
         return "".join(chunks)
 
     def _begin(self, items: object, names: Sequence[bytes], lead: Sequence[Any]) -> None:

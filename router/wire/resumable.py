@@ -22,6 +22,8 @@ _PURE: Final = frozenset({"dict", "namespace", "raise_exception", "range"})
 _IMPURE: Final = frozenset({"cycler", "joiner", "lipsum", "self", "strftime_now"})
 _BEHIND: Final = frozenset({"first", "index", "index0", "previtem"})
 _AHEAD: Final = frozenset({"last", "nextitem"})
+#: Where ``rendered_heads`` puts what it tells a loop.
+_DONE, _TEXT, _REST, _BEFORE, _MARKED, _STATE = range(6)
 _OTHERS: Final = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 
 
@@ -147,7 +149,8 @@ class _Loop:
             return nodes.Getitem(_load(known), nodes.Const(place), "load")
 
         restored: list[nodes.Node] = [
-            nodes.Assign(nodes.NSRef(name, attr), of_known(5 + place)) for place, (name, attr) in enumerate(written)
+            nodes.Assign(nodes.NSRef(name, attr), of_known(_STATE + place))
+            for place, (name, attr) in enumerate(written)
         ]
 
         def shifted(node: nodes.Node, is_inner: bool) -> nodes.Node | None:
@@ -158,22 +161,22 @@ class _Loop:
                 assert isinstance(node, nodes.Getattr)
                 first = _attribute("loop", "first")
                 if node.attr in ("index", "index0"):
-                    return nodes.Add(node, of_known(0))
+                    return nodes.Add(node, of_known(_DONE))
                 if node.attr == "first":
-                    return nodes.And(node, nodes.Not(of_known(0)))
+                    return nodes.And(node, nodes.Not(of_known(_DONE)))
                 if node.attr == "previtem":
-                    return nodes.CondExpr(nodes.And(first, of_known(0)), of_known(3), node)
+                    return nodes.CondExpr(nodes.And(first, of_known(_DONE)), of_known(_BEFORE), node)
             return None
 
-        done = nodes.Add(_attribute("loop", "index"), of_known(0))
+        done = nodes.Add(_attribute("loop", "index"), of_known(_DONE))
         mark = nodes.Output([_call("_homing_mark", done, nodes.Const(self._ahead), *state)])
-        is_marked = nodes.Compare(done, [nodes.Operand("gteq", of_known(4))])
+        is_marked = nodes.Compare(done, [nodes.Operand("gteq", of_known(_MARKED))])
         body = [*(_replaced(node, shifted) for node in loop.body), nodes.If(is_marked, [mark], [], [])]
         made: list[nodes.Node] = [
             nodes.Assign(nodes.Name(known, "store"), _call("_homing_resume", nodes.Const(number), loop.iter, *depends)),
-            nodes.Output([of_known(1)]),
-            *([nodes.If(of_known(0), restored, [], [])] if restored else []),
-            nodes.For(loop.target, of_known(2), body, [], None, False),
+            nodes.Output([of_known(_TEXT)]),
+            *([nodes.If(of_known(_DONE), restored, [], [])] if restored else []),
+            nodes.For(loop.target, of_known(_REST), body, [], None, False),
         ]
         for node in made:
             node.set_lineno(loop.lineno)

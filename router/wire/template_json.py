@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import marshal
-import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+
+from router.wire.bounded_memory import BoundedMemory
 
 _MOST_INDENTS: Final = 32
 #: Characters of arguments, and bytes of objects, of which more are worked out each time.
@@ -23,24 +23,23 @@ _VALUE_BYTES, _ENTRY_BYTES = 100, 256
 
 
 class TemplateJson:
-    """Bounded by ``max_bytes``, whatever clients send; the longest unused is forgotten first. Any thread may use it."""
+    """Bounded by ``max_bytes``, which its length is in. Any thread may use it."""
 
     def __init__(self, *, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._kept: OrderedDict[Hashable, tuple[object, int]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._memory: BoundedMemory[object] = BoundedMemory(max_bytes=max_bytes)
 
     def __len__(self) -> int:
-        return self._bytes
+        return len(self._memory)
 
     def read(self, text: str) -> object:
         """A call's arguments, which nobody may change; None for what is no JSON."""
         if len(text) > _MOST_KEPT:
             return _read(text)
-        if (value := self._get(text)) is None and (value := _read(text)) is not None:
-            values = sum(map(text.count, "[{:,"))
-            self._keep(text, value, size_bytes=2 * text.__sizeof__() + _VALUE_BYTES * values)
+        if (found := self._memory.find((text,))) is not None:
+            return found[1]
+        if (value := _read(text)) is not None:
+            size_bytes = 2 * text.__sizeof__() + _VALUE_BYTES * sum(map(text.count, "[{:,")) + _ENTRY_BYTES
+            self._memory.keep(text, value, size_bytes=size_bytes)
         return value
 
     def write(
@@ -61,29 +60,11 @@ class TemplateJson:
         if not 0 < len(same) <= _MOST_KEPT:
             return _write(value, ensure_ascii, indent, separators, sort_keys)
         key = (same, ensure_ascii, indent, sort_keys)
-        text = self._get(key)
-        if not isinstance(text, str):
-            text = _write(value, ensure_ascii, indent, separators, sort_keys)
-            self._keep(key, text, size_bytes=len(same) + text.__sizeof__())
+        if (found := self._memory.find((key,))) is not None:
+            return str(found[1])
+        text = _write(value, ensure_ascii, indent, separators, sort_keys)
+        self._memory.keep(key, text, size_bytes=len(same) + text.__sizeof__() + _ENTRY_BYTES)
         return text
-
-    def _get(self, key: Hashable) -> object:
-        with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                return None
-            self._kept.move_to_end(key)
-            return found[0]
-
-    def _keep(self, key: Hashable, value: object, *, size_bytes: int) -> None:
-        size = size_bytes + _ENTRY_BYTES
-        with self._lock:
-            if key in self._kept:  # another thread was faster
-                return
-            self._kept[key] = value, size
-            self._bytes += size
-            while self._bytes > self.max_bytes:
-                self._bytes -= self._kept.popitem(last=False)[1][1]
 
 
 def _read(text: str) -> object:
