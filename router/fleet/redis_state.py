@@ -93,8 +93,9 @@ class RedisState:
 
     @property
     def is_up(self) -> bool:
-        """This process's own news came back from Redis within the lease, and Redis takes what it is told."""
-        return self._clock() - self._echo_at <= self._settings.lease_seconds and not self._refused
+        """This process's own news came back from Redis within the lease; Redis answers, and takes what it is told."""
+        is_heard = self._clock() - self._echo_at <= self._settings.lease_seconds
+        return is_heard and self._can_answer and not self._refused
 
     # --- asked by requests ------------------------------------------------------------------------------
 

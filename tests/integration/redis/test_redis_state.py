@@ -13,6 +13,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import ResponseError
 
 from router.core.types import Engine, RankId, SessionKey
@@ -29,6 +30,8 @@ from tests.fakes.router_cluster import RedisServer, needs_redis
 pytestmark = needs_redis
 
 R0, R1 = RankId("w", 0), RankId("w", 1)
+PATIENT = 5.0
+"""Seconds for an answer of Redis where what it says is tested, and not how soon."""
 
 
 def session(name: str) -> SessionKey:
@@ -60,10 +63,15 @@ class NoWorkers:
 class Replica:
     """One router's fleet of two ranks and its state."""
 
-    def __init__(self, server: RedisServer, name: str, **settings: object) -> None:
+    def __init__(
+        self, server: RedisServer, name: str, *, lookup_seconds: float | None = None, **settings: object
+    ) -> None:
         self.metrics = Metrics(CollectorRegistry())
+        shared = SharedSettings(redis_url=server.url, **settings)
+        if lookup_seconds is not None:  # the setting allows less
+            shared = shared.model_copy(update={"lookup_seconds": lookup_seconds})
         self.state = RedisState(
-            SharedSettings(redis_url=server.url, **settings),
+            shared,
             max_sessions=1000,
             idle_seconds=3600.0,
             replica=name,
@@ -125,13 +133,36 @@ async def test_a_replica_that_joins_late_looks_a_home_up(server: RedisServer, cl
     async with replica(server, "a") as a:
         a.bind("s", R1)
         await until(lambda: bool(client.keys("homing:home:*")))
-        async with replica(server, "c", lookup_seconds=0.1) as c:
+        async with replica(server, "c", lookup_seconds=PATIENT) as c:
             assert c.home("s") is None
             await c.state.look_up("m", session("s"))
             assert c.home("s") == R1
             await c.state.look_up("m", session("unheard of"))
             assert c.sample("shared_state_lookups_total", result="found") == 1
             assert c.sample("shared_state_lookups_total", result="new") == 1
+
+
+async def test_a_state_that_cannot_ask_yet_is_not_up(
+    server: RedisServer, client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears itself already: the requests' questions have a connection of their own."""
+    is_let, answer = asyncio.Event(), RedisState._answer
+
+    async def let(state: RedisState, redis: AsyncRedis) -> None:
+        await is_let.wait()
+        await answer(state, redis)
+
+    monkeypatch.setattr(RedisState, "_answer", let)
+    a = Replica(server, "a")
+    running = asyncio.ensure_future(a.state.run(a.fleet, cast("Registry", NoWorkers())))
+    try:
+        await until(lambda: a.state._echo_at > 0, seconds=5)
+        assert not a.state.is_up
+        is_let.set()
+        await until(lambda: a.state.is_up, seconds=5)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_an_answer_that_has_come_is_read_however_late_the_replica_is(server: RedisServer, client: Redis) -> None:
@@ -157,7 +188,7 @@ async def test_requests_that_are_cancelled_while_they_look_up_disturb_nobody(
         for number in range(200):
             a.bind(f"s{number}", (R0, R1)[number % 3 == 0])
         await until(lambda: len(client.keys("homing:home:*")) == 200)
-        async with replica(server, "c", lookup_seconds=0.1) as c:
+        async with replica(server, "c", lookup_seconds=PATIENT) as c:
             asking = [asyncio.ensure_future(c.state.look_up("m", session(f"s{number}"))) for number in range(200)]
             await asyncio.sleep(0)
             for task in asking[::2]:
@@ -225,7 +256,7 @@ async def test_a_frozen_redis_costs_a_request_milliseconds_and_load_ends_with_it
 
 async def test_what_cannot_be_read_is_counted_and_passed_over(server: RedisServer, client: Redis) -> None:
     """Garbage on the channel, as a home and among the workers."""
-    async with replica(server, "a", lookup_seconds=0.1) as a:
+    async with replica(server, "a", lookup_seconds=PATIENT) as a:
         client.publish("homing:news", b"garbage")
         client.publish("homing:news", b"\x93\xa5novel\x01\x02")
         await until(lambda: a.sample("shared_state_errors_total", operation="listen", trouble="damaged") == 2)

@@ -18,7 +18,7 @@ from router.settings import RoutingSettings
 from router.wire.openai import Endpoint, parse_request
 from tests.fakes.proxy_rig import until
 from tests.fakes.router_cluster import Cluster, RedisServer, needs_redis, rank
-from tests.integration.redis.test_redis_state import Replica, client, replica, server
+from tests.integration.redis.test_redis_state import PATIENT, Replica, client, replica, server
 
 __all__ = ["client", "server"]
 
@@ -110,7 +110,7 @@ async def test_a_replica_that_joins_late_looks_both_homes_up(server: RedisServer
     async with replica(server, "a") as first:
         ways = legs(await Router(first).ask("s", 2_000))
         await until(lambda: len(client.keys("homing:home:*")) == 2)
-        async with replica(server, "c", lookup_seconds=0.1) as late:
+        async with replica(server, "c", lookup_seconds=PATIENT) as late:
             router = Router(late)
             assert router.homes("s") == [None, None]
             assert legs(await router.ask("s", 2_100)) == ways
