@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from operator import itemgetter
 from typing import Any, NoReturn, TypeGuard
 
 import jinja2
@@ -88,8 +89,8 @@ class ChatTemplate:
         Any JSON may stand in any place: what is of the wrong type is refused, here or by the template's expressions.
         """
         try:
-            shown = [_shown(message, json=self._json, walks_parts=self._walks_parts) for message in messages]
-            is_merged = not self._knows_developer and any(message["role"] == "developer" for message in shown)
+            shown = self._show(messages)
+            is_merged = not self._knows_developer and "developer" in map(itemgetter("role"), shown)
             if is_merged:
                 shown = _with_one_system([_as_system(message) for message in shown])
             values = {
@@ -115,6 +116,18 @@ class ChatTemplate:
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise TemplateRefusal(str(error)) from error
 
+    def _show(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template expects them. Those that are so already stay as they are: most, in a long chat."""
+        shown: list[Message] = []
+        is_plain = not self._walks_parts
+        for message in messages:
+            role = message.get("role")
+            is_shown = role == "tool" or (is_plain and (role == "user" or (role == "assistant" and len(message) == 2)))
+            if not is_shown or type(message.get("content")) is not str:
+                message = _shown(message, json=self._json, walks_parts=self._walks_parts)
+            shown.append(message)
+        return shown
+
 
 # --- messages as templates expect them -------------------------------------------------------------
 
@@ -124,11 +137,6 @@ def _shown(message: Message, *, json: TemplateJson, walks_parts: bool) -> Messag
     if not isinstance(role, str):
         raise TemplateRefusal("each message needs a role")
     content = message.get("content")
-    if type(content) is str and (role == "tool" or not walks_parts):  # as most are
-        if role == "user" or role == "tool":
-            return message
-        if role == "assistant" and "tool_calls" not in message and "reasoning" not in message:
-            return message
     shown = dict(message)
     if type(content) is not str or walks_parts or role == "system":
         parts = _parts(content, is_system=role == "system")

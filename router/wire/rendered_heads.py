@@ -7,7 +7,6 @@ the loop ask for it.
 
 from __future__ import annotations
 
-import marshal
 import math
 import operator
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jinja2
+import msgspec
 import xxhash
 
 from router.wire.bounded_memory import BoundedMemory
@@ -23,20 +23,26 @@ from router.wire.bounded_memory import BoundedMemory
 FEWEST_MESSAGES: Final = 8
 #: A head ends behind one of so many last messages: it takes more time than most of them to tell how far a loop got.
 _LAST_MESSAGES: Final = 4
-#: What an entry takes beside its text.
+#: What an entry takes beside its texts.
 _ENTRY_BYTES: Final = 512
-#: The newest of marshal's forms that is the same for equal values.
-_MARSHAL: Final = 2
+#: Tells any two JSON values apart, the order of an object's keys and the types of numbers included.
+_ENCODER: Final = msgspec.msgpack.Encoder()
+#: It raises them for what is no JSON: values of templates, integers of more than 64 bits, nesting without end.
+_UNNAMED: Final = (ValueError, TypeError, OverflowError, RecursionError)
 _SCALARS: Final = (str, int, float, bool, type(None))
 
 Scalar = str | float | bool | None
 
 
 class Head(NamedTuple):
-    """What a loop made of its first ``messages``, and what it left in the template's namespaces."""
+    """What a loop made of its first ``messages``, and what it left in the template's namespaces.
+
+    The text is in parts, one for each render that added to it, so that none is copied until the whole is put together.
+    """
 
     messages: int
-    text: str
+    parts: tuple[str, ...]
+    text_bytes: int
     state: tuple[Scalar, ...]
 
 
@@ -48,8 +54,11 @@ class RenderedHeads(BoundedMemory[Head]):
         self.seed: Final = int.from_bytes(os.urandom(8))
 
 
+_NOTHING: Final = Head(0, (), 0, ())
+
+
 def _size(head: Head) -> int:
-    return head.text.__sizeof__() + sum(value.__sizeof__() for value in head.state) + _ENTRY_BYTES
+    return head.text_bytes + sum(value.__sizeof__() for value in head.state) + _ENTRY_BYTES
 
 
 class Rendering:
@@ -101,37 +110,39 @@ class Rendering:
         #: So many of the items were read so far; what has looked at anything else holds for this render only.
         self._reach = 0
         self._holds = bool(names)
-        self._found: bytes | None = None
+        self._found: tuple[bytes, Head] | None = None
         self._last: tuple[bytes, int, int, tuple[Scalar, ...]] | None = None
 
     def _end(self) -> None:
         if self._last is not None:
             name, messages, chunks, state = self._last
-            head = Head(messages, "".join(self._chunks[self._start : chunks]), state)
-            self._done.append((name, head, self._found))
+            known, head = self._found or (None, _NOTHING)
+            new = "".join(self._chunks[self._start + len(head.parts) : chunks])
+            size = head.text_bytes + new.__sizeof__()
+            self._done.append((name, Head(messages, (*head.parts, new), size, state), known))
 
     # --- called by the loop -----------------------------------------------------------------------------
 
     def _resume(self, number: int, items: object, *values: object) -> tuple[object, ...]:
-        """How many of the items are rendered, their text, the items that are not, the one before those, and from how
-        many items on the loop is to tell of it; then what was left in namespaces. ``values`` are what else the loop
-        depends on.
+        """How many of the items are rendered, the items that are not, the one before those, and from how many items on
+        the loop is to tell of it; then what was left in namespaces. ``values`` are what else the loop depends on.
         """
         self._end()
         lead = self._before(items)
         try:
             names = () if lead is None else self._name(number, lead, values)
-        except ValueError:  # no scalar among the values, or too deep for marshal
+        except _UNNAMED:
             names = ()
         self._begin(items, names, lead or ())
         found = self._heads.find(names)
         marked = len(names) - _LAST_MESSAGES if names else math.inf
         if found is None:
-            return (0, "", items, None, marked)
+            return (0, items, None, marked)
         assert isinstance(items, list)
         self._reach, head = found
-        self._found = names[self._reach]
-        return (head.messages, head.text, items[head.messages :], items[head.messages - 1], marked, *head.state)
+        self._found = names[self._reach], head
+        self._chunks.extend(head.parts)
+        return (head.messages, items[head.messages :], items[head.messages - 1], marked, *head.state)
 
     def _at(self, items: Any, index: Any) -> Any:
         """An item by its place. The text depends on it from here on."""
@@ -166,12 +177,14 @@ class Rendering:
         return self._messages[:lead] if is_rest else None
 
     def _name(self, number: int, lead: Sequence[Any], values: Sequence[object]) -> list[bytes]:
-        """Raises ``ValueError`` for what cannot be named."""
-        digest, seed = xxhash.xxh3_128_digest, self._heads.seed
-        root: Any = (number, list(lead), self._arguments, list(map(_key, values)))
-        names = [digest(marshal.dumps(root, _MARSHAL), seed=seed)]
-        for message in self._messages[len(lead) :]:
-            names.append(digest(names[-1] + marshal.dumps(message, _MARSHAL), seed=seed))
+        """Raises one of ``_UNNAMED`` for what cannot be named."""
+        root = (number, lead, self._arguments, list(map(_key, values)))
+        names: list[bytes] = []
+        digest, written = xxhash.xxh3_128(seed=self._heads.seed), bytearray()
+        for part in (root, *self._messages[len(lead) :]):
+            _ENCODER.encode_into(part, written)  # encoded values tell where they end: no two lists of them are alike
+            digest.update(written)
+            names.append(digest.digest())
         return names
 
 

@@ -23,7 +23,7 @@ _IMPURE: Final = frozenset({"cycler", "joiner", "lipsum", "self", "strftime_now"
 _BEHIND: Final = frozenset({"first", "index", "index0", "previtem"})
 _AHEAD: Final = frozenset({"last", "nextitem"})
 #: Where ``rendered_heads`` puts what it tells a loop.
-_DONE, _TEXT, _REST, _BEFORE, _MARKED, _STATE = range(6)
+_DONE, _REST, _BEFORE, _MARKED, _STATE = range(5)
 _OTHERS: Final = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
 
 
@@ -174,7 +174,6 @@ class _Loop:
         body = [*(_replaced(node, shifted) for node in loop.body), nodes.If(is_marked, [mark], [], [])]
         made: list[nodes.Node] = [
             nodes.Assign(nodes.Name(known, "store"), _call("_homing_resume", nodes.Const(number), loop.iter, *depends)),
-            nodes.Output([of_known(_TEXT)]),
             *([nodes.If(of_known(_DONE), restored, [], [])] if restored else []),
             nodes.For(loop.target, of_known(_REST), body, [], None, False),
         ]

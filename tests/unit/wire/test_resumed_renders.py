@@ -265,12 +265,17 @@ def test_a_conversation_has_one_entry() -> None:
     assert len(template._heads) < 1.2 * 1000 * len(messages)
 
 
-def test_what_is_nested_too_deep_to_name_is_rendered_whole() -> None:
-    deep: Any = []
-    for _ in range(3000):
-        deep = [deep]
+def nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize("odd", [nested(3000), 2**64, -(2**63) - 1, "\ud800"], ids=["deep", "large", "small", "half"])
+def test_what_cannot_be_named_is_rendered_whole(odd: object) -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", variables={})
-    messages = [{"role": "user", "content": "m", "deep": deep}] * FEWEST_MESSAGES
+    messages = [{"role": "user", "content": "m", "odd": odd}] * FEWEST_MESSAGES
 
     assert template.render(messages) == "m" * FEWEST_MESSAGES
     assert len(template._heads) == 0
