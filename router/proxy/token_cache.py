@@ -22,9 +22,10 @@ from typing import NamedTuple
 from router.proxy.cuts import Cutter
 from router.wire.block_keys import block_keys
 
-#: What a token, a key and a node are charged with.
+#: What a token, a key, a piece and a node are charged with.
 _TOKEN_BYTES = 4
 _KEY_BYTES = 8
+_PIECE_BYTES = 80
 _NODE_BYTES = 1024
 #: Namespaces (block size and salt) of which a node keeps keys.
 _MAX_CHAINS = 4
@@ -41,24 +42,25 @@ class Chain(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A stretch of text in pieces. ``counts`` are where they end in its own tokens."""
+    """A stretch of text in pieces: ``ends`` are where they end in it, ``counts`` where in its own tokens."""
 
     parent: _Node | None
     start_tokens: int
-    pieces: list[str] = field(default_factory=list)
+    text: str = ""
+    ends: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     tokens: array[int] = field(default_factory=lambda: array("I"))
     keys: OrderedDict[Chain, array[int]] = field(default_factory=OrderedDict)
     children: dict[int, _Node] = field(default_factory=dict)
     name: int = 0  # under which the parent knows it: the hash of its first piece
-    text_bytes: int = 0
 
     def end_tokens(self) -> int:
         return self.start_tokens + len(self.tokens)
 
     def size_bytes(self) -> int:
         keys = sum(map(len, self.keys.values()))
-        return _NODE_BYTES + self.text_bytes + _TOKEN_BYTES * len(self.tokens) + _KEY_BYTES * keys
+        known = self.text.__sizeof__() + _TOKEN_BYTES * len(self.tokens) + _KEY_BYTES * keys
+        return _NODE_BYTES + known + _PIECE_BYTES * len(self.ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,9 @@ class TokenCache:
             node = path[-1].children.get(hash(text[at : self._cutter.next_cut(text, at)]))
             if node is None:
                 break
-            count, chars = self._common(text, at, node.pieces)
+            count, chars = self._common(text, at, node)
             at += chars
-            if count == len(node.pieces):
+            if count == len(node.ends):
                 path.append(node)
                 continue
             if count:
@@ -153,42 +155,40 @@ class TokenCache:
             break
         return path, at
 
-    def _common(self, text: str, at: int, pieces: Sequence[str]) -> tuple[int, int]:
-        """How many of the pieces the text has from ``at`` on, and their characters."""
-        start, count = at, 0
-        for piece in pieces:
-            if not text.startswith(piece, at):
-                break
-            at += len(piece)
-            count += 1
+    def _common(self, text: str, at: int, node: _Node) -> tuple[int, int]:
+        """How many of the node's pieces the text has from ``at`` on, and their characters."""
+        ends = node.ends
+        count = len(ends) if text.startswith(node.text, at) else _same_pieces(text, at, node)
         # The last of them may go on in this text: only where it has a cut, too, are they the same pieces.
-        while count and self._cutter.next_cut(text, at - len(pieces[count - 1])) != at:
+        while count:
+            start = ends[count - 2] if count > 1 else 0
+            if self._cutter.next_cut(text, at + start) == at + ends[count - 1]:
+                return count, ends[count - 1]
             count -= 1
-            at -= len(pieces[count])
-        return count, at - start
+        return 0, 0
 
     def _cut(self, node: _Node, count: int) -> _Node:
         """Divide a node after some of its pieces. What was a leaf's short end is given up instead."""
         self._changes += 1
-        head = _head(node, count)
-        if node.children or sum(map(len, node.pieces[count:])) > _LOOSE_CHARS:
+        head, end = _head(node, count), node.ends[count - 1]
+        if node.children or len(node.text) - end > _LOOSE_CHARS:
             rest = _Node(
                 parent=node,
                 start_tokens=head.end_tokens(),
-                pieces=node.pieces[count:],
-                counts=[end - len(head.tokens) for end in node.counts[count:]],
+                text=node.text[end:],
+                ends=[each - end for each in node.ends[count:]],
+                counts=[each - len(head.tokens) for each in node.counts[count:]],
                 tokens=node.tokens[len(head.tokens) :],
                 keys=OrderedDict((chain, keys[len(head.keys[chain]) :]) for chain, keys in node.keys.items()),
                 children=node.children,
-                name=hash(node.pieces[count]),
-                text_bytes=node.text_bytes - head.text_bytes,
+                name=hash(node.text[end : node.ends[count]]),
             )
             for child in rest.children.values():
                 child.parent = rest
             node.children = {rest.name: rest}
             self._charge(rest)
-        node.pieces, node.counts, node.tokens = head.pieces, head.counts, head.tokens
-        node.keys, node.text_bytes = head.keys, head.text_bytes
+        node.text, node.ends, node.counts = node.text[:end], head.ends, head.counts
+        node.tokens, node.keys = head.tokens, head.keys
         self._charge(node)
         return node
 
@@ -203,11 +203,13 @@ class TokenCache:
             node.children[child.name] = child
             path.append(child)
             node = child
+        text, node.text = node.text, ""  # Python copies no text that only one name has when it is added to
         for piece, ids in pieces:
-            node.pieces.append(piece)
+            text += piece
+            node.ends.append(len(text))
             node.tokens.extend(ids)
             node.counts.append(len(node.tokens))
-            node.text_bytes += _bytes_of(piece)
+        node.text = text
 
     # --- what it costs ----------------------------------------------------------------------------------
 
@@ -231,18 +233,17 @@ class TokenCache:
 
 
 def _head(node: _Node, count: int) -> _Node:
-    """A copy of a node's first pieces, known to nobody."""
-    pieces, tokens = node.pieces[:count], node.counts[count - 1]
+    """A copy of a node's first pieces, but for their text, known to nobody."""
+    tokens = node.counts[count - 1]
     end = node.start_tokens + tokens
     return _Node(
         parent=node.parent,
         start_tokens=node.start_tokens,
-        pieces=pieces,
+        ends=node.ends[:count],
         counts=node.counts[:count],
         tokens=node.tokens[:tokens],
         keys=OrderedDict((chain, keys[: _blocks_in(node, chain, end)]) for chain, keys in node.keys.items()),
         name=node.name,
-        text_bytes=sum(map(_bytes_of, pieces)),
     )
 
 
@@ -251,9 +252,17 @@ def _is_in_tree(node: _Node) -> bool:
     return node.parent is None or node.parent.children.get(node.name) is node
 
 
-def _bytes_of(piece: str) -> int:
-    """A piece in memory, with its places in the lists."""
-    return piece.__sizeof__() + 16
+def _same_pieces(text: str, at: int, node: _Node) -> int:
+    """How many of the node's pieces stand in the text at ``at``, where not all do: looked for by halves."""
+    same, most = 0, len(node.ends) - 1
+    while same < most:
+        middle = (same + most + 1) // 2
+        start = node.ends[same - 1] if same else 0
+        if text.startswith(node.text[start : node.ends[middle - 1]], at + start):
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 def _blocks_in(node: _Node, chain: Chain, end_tokens: int) -> int:
