@@ -12,6 +12,7 @@ from router.proxy.exchange import Exchange
 from router.proxy.receiver import AnswerHead, Failure
 from router.proxy.types import Outcome
 from router.wire import http1, sse
+from router.wire.told_errors import ToldError, error_told
 
 #: A worker's refusal longer than this is not kept for passing on.
 _MAX_REFUSAL_BYTES: Final = 256 * 1024
@@ -53,30 +54,24 @@ class Refusal:
 
 class Told(Refusal):
     """An error that a worker tells in an answer whose head was good, as the refusal that it would have been before its
-    head: with the status that the error has as its ``code``, else 500. What follows it says nothing more.
+    head. What follows it says nothing more.
     """
 
     __slots__ = ()
 
-    def __init__(self, document: bytes, error: object) -> None:
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if type(code) is int and 400 <= code < 600 else 500
-        super().__init__(AnswerHead(status, http1.status_line(status), b"content-type: application/json\r\n"))
-        super().add(document)
+    def __init__(self, error: ToldError) -> None:
+        head = AnswerHead(error.status, http1.status_line(error.status), b"content-type: application/json\r\n")
+        super().__init__(head)
+        super().add(error.document)
 
     def add(self, data: bytes) -> bool:
         return True
 
 
 def told_in(answer: bytes, *, is_streamed: bool) -> Told | None:
-    """The error that an answer tells, if any. Engines send the head of a stream before they compute, so whatever goes
-    wrong then is told by an event. ``answer`` may be a part of a stream, whole events first.
-    """
-    if b'"error"' in answer:
-        for document in map(sse.event_data, sse.events(answer)) if is_streamed else (answer,):
-            if error := _error_in(document):
-                return Told(document, error)
-    return None
+    """The error that an answer tells, if any, or a part of a stream with whole events first."""
+    error = error_told(answer, is_streamed=is_streamed)
+    return None if error is None else Told(error)
 
 
 def refusal_of(head: AnswerHead, begins: bytes, *, is_held_open: bool) -> Refusal | None:
@@ -89,16 +84,10 @@ def refusal_of(head: AnswerHead, begins: bytes, *, is_held_open: bool) -> Refusa
     return Refusal(head) if is_held_open or outcome_of(head.status) in REFUSALS else None
 
 
-def _error_in(document: bytes) -> object:
-    try:
-        said = msgspec.json.decode(document)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return said.get("error") if isinstance(said, dict) else None
-
-
-def outcome_of(status: int) -> Outcome:
-    """How an attempt ended that was answered with ``status``."""
+def outcome_of(status: int, *, told: ToldError | None = None) -> Outcome:
+    """How an attempt ended that was answered with ``status``, and perhaps ``told`` of an error behind a good one."""
+    if status < 400 and told is not None:
+        status = told.status
     if status < 400:
         return Outcome.OK
     if status in (408, 429, 503):

@@ -103,8 +103,7 @@ class Forwarding:
         is_late = self._exchange.client.clock() >= self._by_seconds
         if is_late or self._failures == forwarder.settings.max_attempts or not self._may_retry():
             return self._give_up()
-        held = (self._exchange, self._prepared, self._outbound, self._barred())
-        if not forwarder.hold_again(*held, self.begin):
+        if not forwarder.hold_again(self._exchange, self._prepared, self._outbound, self._barred(), self.begin):
             self._try()
         return None
 
@@ -141,9 +140,7 @@ class Forwarding:
     def _dispatch(self, attempt: Attempt) -> None:
         """Send it, on a connection that is there or on a new one."""
         connection = self._forwarder.pool.take(attempt.target)
-        if connection is None:
-            return self._connect()
-        return self._send(connection)
+        return self._connect() if connection is None else self._send(connection)
 
     def _may_retry(self) -> bool:
         if self._forwarder.retries.spend():
@@ -323,7 +320,10 @@ class Forwarding:
             relay.end()
             if relay.is_stream and (seconds := relay.seconds_between_events()) is not None:
                 forwarder.instruments.inter_token(self._prepared.model, seconds=seconds)
-            self._close_attempt(outcome_of(exchange.status))
+            outcome = outcome_of(exchange.status, told=relay.error)
+            if outcome is not outcome_of(exchange.status):
+                self._log_failure(outcome, "the worker told an error in its answer")
+            self._close_attempt(outcome)
         else:
             self._log_failure(failure.outcome, failure.cause)
             self._close_attempt(failure.outcome)

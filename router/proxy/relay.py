@@ -8,6 +8,7 @@ from router.errors import RequestError
 from router.proxy.server import ClientConnection
 from router.wire.openai import Endpoint, error_event
 from router.wire.taps import BodyTap, StreamTap, ToldIds
+from router.wire.told_errors import ToldError
 from router.wire.usage import Usage
 
 
@@ -58,6 +59,11 @@ class Relay:
     def is_cut(self) -> bool:
         """A stream that is over, and would have said so."""
         return self.says_end and self.is_stream and not self.is_done
+
+    @property
+    def error(self) -> ToldError | None:
+        """That the worker has told, be it in an answer whose head was good."""
+        return self._tap.error
 
     def end_with(self, error: RequestError) -> None:
         """The stream ends here, with an error as its last event. An event cut short is not passed on."""

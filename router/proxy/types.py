@@ -21,7 +21,7 @@ class Outcome(StrEnum):
     OK = "ok"
     CLIENT_ERROR = "client_error"  # the worker answered 4xx other than pushback: the request's own fault
     PUSHBACK = "pushback"  # 408, 429 or 503: full, not broken
-    SERVER_ERROR = "server_error"  # any other 5xx
+    SERVER_ERROR = "server_error"  # any other 5xx; these three, too, where an answer with a good head tells an error
     CONNECT = "connect"  # no connection
     NO_SOCKET = "no_socket"  # nor could any other be opened: the router has reached a limit of its system
     RESET = "reset"  # the connection broke, before or after the first byte

@@ -11,6 +11,7 @@ import msgspec
 
 from router.wire import sse
 from router.wire.generated import first_words, first_words_of_stream, token_ids
+from router.wire.told_errors import ToldError, error_told
 from router.wire.usage import Usage, later_usage, parse_usage
 
 #: How Responses and Anthropic's API end a stream, well or not; the others end it with ``[DONE]``.
@@ -36,7 +37,7 @@ class StreamTap:
     With ``on_ids`` it reads the ids of the tokens, too, which is work for each event.
     """
 
-    __slots__ = ("_beginning", "_cutter", "_is_between", "_last", "_on_ids", "events", "ids", "usage")
+    __slots__ = ("_beginning", "_cutter", "_is_between", "_last", "_on_ids", "error", "events", "ids", "usage")
 
     def __init__(self, on_ids: ToldIds | None = None) -> None:
         self._cutter = sse.EventCutter()
@@ -48,6 +49,7 @@ class StreamTap:
         #: What came last and holds an event; of one too long to be held, its beginning.
         self._last = b""
         self.usage: Usage | None = None
+        self.error: ToldError | None = None
         #: How many have come, comments being none where they come by themselves.
         self.events = 0
 
@@ -64,7 +66,7 @@ class StreamTap:
         return _ends(_last_of(self._last), is_whole=True) or _ends(_last_of(self._cutter.held), is_whole=False)
 
     def feed(self, data: bytes) -> bytes:
-        """What may be passed on now. Only events that name a usage are looked into."""
+        """What may be passed on now. Only events that name a usage or an error are looked into."""
         if self._is_between and 0 < data.find(b"\n\n") == len(data) - 2 and data[0] in _FIELDS and b"\r" not in data:
             self._last = data  # one event, which is what engines send at a time
             self.events += 1
@@ -72,6 +74,8 @@ class StreamTap:
             data = self._cut(data)
         if b'"usage"' in data:
             self._read(data)
+        if b'"error"' in data or b'"response.failed"' in data:
+            self.error = self.error or error_told(data, is_streamed=True)
         if len(self._beginning) < _BEGINNING_BYTES:
             self._beginning += data[:_BEGINNING_BYTES]
         if self._on_ids is not None and b'"token_ids"' in data:
@@ -110,6 +114,7 @@ class StreamTap:
         rest = self._cutter.flush()
         if b'"usage"' in rest:
             self._read(rest)
+        self.error = self.error or error_told(rest, is_streamed=True)
         return rest
 
     def _read(self, whole: bytes) -> None:
@@ -177,6 +182,11 @@ class BodyTap:
 
     def flush(self) -> bytes:
         return b""
+
+    @property
+    def error(self) -> ToldError | None:
+        """That the answer is, for all its head."""
+        return error_told(b"".join(self._pieces), is_streamed=False)
 
     @property
     def usage(self) -> Usage | None:

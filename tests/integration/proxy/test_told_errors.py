@@ -1,0 +1,72 @@
+"""Errors that a worker tells in an answer whose head was good: passed on as they came, and accounted as failures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.fakes.fault_worker import FaultWorker, Script, answer, chunk, event, stream_head
+from tests.fakes.proxy_rig import rig, target
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+DELTA = event({"choices": [{"delta": {"content": "a"}}]})
+DONE = b"data: [DONE]\n\n"
+
+
+def named(name: str, **data: object) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ((DELTA, event({"error": {"message": "m", "type": "InternalServerError", "code": 500}}), DONE), "server_error"),
+        ((DELTA, event({"error": {"message": "m"}}) + DONE), "server_error"),
+        ((DELTA, event({"error": {"message": "m", "code": 400}}), DONE), "client_error"),
+        ((event({"error": {"message": "m", "code": 400}}), DONE), "client_error"),
+        ((DELTA, event({"error": {"message": "m", "code": 503}}), DONE), "pushback"),
+        ((DELTA, event({"object": "error", "message": "m", "code": 500}), DONE), "server_error"),
+        ((DELTA, event({"error": "out of memory"})[:-2]), "server_error"),
+        ((named("message_start"), named("error", error={"type": "api_error", "message": "m"})), "server_error"),
+        ((named("response.created", response={"error": None}), named("error", message="m")), "server_error"),
+        (
+            (
+                named("response.created", response={"error": None}),
+                named("response.failed", response={"error": {"code": "server_error"}}),
+            ),
+            "server_error",
+        ),
+        ((DELTA, event({"choices": [{"delta": {"content": '{"error": {"code": 500}}'}}]}), DONE), "ok"),
+        ((DELTA, event({"choices": [{"delta": {"content": "error"}}], "error": None}), DONE), "ok"),
+        ((DELTA, b'data: {"error": {"message"\n\n', DONE), "ok"),
+    ],
+)
+async def test_a_stream_that_tells_an_error_has_failed(said: tuple[bytes, ...], outcome: str) -> None:
+    """The client has the stream as it is; the rank's account says how it ended."""
+    script: Script = (stream_head(), *(step for piece in said for step in (chunk(piece), 0.01)), b"0\r\n\r\n")
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask({**ASK, "stream": True})
+        assert it.brain.outcomes == [outcome]
+    assert answer_.complete
+    assert answer_.status == 200
+    assert answer_.body == b"".join(said)
+
+
+@pytest.mark.parametrize(
+    ("document", "outcome"),
+    [
+        ({"error": {"message": "m", "code": 500}}, "server_error"),
+        ({"error": {"message": "m", "code": 400}}, "client_error"),
+        ({"object": "error", "message": "m", "code": 400}, "client_error"),
+        ({"choices": [{"message": {"content": '"error"'}}], "error": None}, "ok"),
+        (["error"], "ok"),
+    ],
+)
+async def test_a_whole_answer_that_is_an_error_has_failed(document: object, outcome: str) -> None:
+    script: Script = (answer(200, json.dumps(document).encode()),)
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        answer_ = await it.ask(ASK)
+        assert it.brain.outcomes == [outcome]
+    assert answer_.status == 200
+    assert json.loads(answer_.body) == document
