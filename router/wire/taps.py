@@ -74,7 +74,7 @@ class StreamTap:
             data = self._cut(data)
         if b'"usage"' in data:
             self._read(data)
-        if b'"error"' in data or b'"response.failed"' in data:
+        if b'"error"' in data:
             self.error = self.error or error_told(data, is_streamed=True)
         if len(self._beginning) < _BEGINNING_BYTES:
             self._beginning += data[:_BEGINNING_BYTES]

@@ -23,7 +23,7 @@ class ToldError(NamedTuple):
 
 def error_told(answer: bytes, *, is_streamed: bool) -> ToldError | None:
     """The first error that an answer tells, if any. ``answer`` may be a part of a stream, whole events first."""
-    if b'"error"' in answer or b'"response.failed"' in answer:
+    if b'"error"' in answer:
         for document in map(sse.event_data, sse.events(answer)) if is_streamed else (answer,):
             if (error := _error_in(document)) is not None:
                 code = error.get("code")
