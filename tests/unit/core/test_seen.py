@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.core import seen
 from router.core.seen import SeenPrefixes, TextIndex
 
 Words = tuple[int, ...]
@@ -33,23 +35,23 @@ def common(one: Words, other: Words) -> int:
 @given(prompts=st.lists(PROMPTS, max_size=12), asked=PROMPTS)
 def test_seen_is_the_longest_common_start_with_any_earlier_prompt(prompts: Sequence[Words], asked: Words) -> None:
     """Found by bisection over keys; here by comparing word for word."""
-    seen = SeenPrefixes()
+    earlier = SeenPrefixes()
     for prompt in prompts:
-        seen.add(chain(prompt))
+        earlier.add(chain(prompt))
 
-    assert seen.blocks_seen(chain(asked)) == max((common(prompt, asked) for prompt in prompts), default=0)
+    assert earlier.blocks_seen(chain(asked)) == max((common(prompt, asked) for prompt in prompts), default=0)
 
 
 def test_memory_is_bounded_and_keeps_what_is_asked_for() -> None:
     """Over 10,000 prompts of 10 blocks a bound of 1,000 keys keeps the last 50, and a head that comes with each."""
-    seen = SeenPrefixes(max_keys=1000)
+    earlier = SeenPrefixes(max_keys=1000)
     prompts = [(-1, -2, *range(number * 8, number * 8 + 8)) for number in range(10_000)]
     for prompt in prompts:
-        assert seen.blocks_seen(chain(prompt)) == (2 if prompt is not prompts[0] else 0)
-        seen.add(chain(prompt))
+        assert earlier.blocks_seen(chain(prompt)) == (2 if prompt is not prompts[0] else 0)
+        earlier.add(chain(prompt))
 
-    assert all(seen.blocks_seen(chain(prompt)) == 10 for prompt in prompts[-50:])
-    remembered = sum(seen.blocks_seen(chain(prompt)) == 10 for prompt in prompts)
+    assert all(earlier.blocks_seen(chain(prompt)) == 10 for prompt in prompts[-50:])
+    remembered = sum(earlier.blocks_seen(chain(prompt)) == 10 for prompt in prompts)
     assert remembered <= 1000 // 8
 
 
@@ -72,17 +74,38 @@ def test_each_rank_counts_for_the_longest_start_it_was_sent(sent: Sequence[tuple
 
 
 @settings(deadline=None)
-@given(sent=st.lists(st.tuples(st.integers(0, 3), PROMPTS), max_size=15), gone=st.integers(0, 3), asked=PROMPTS)
-def test_a_rank_that_left_was_sent_nothing(sent: Sequence[tuple[int, Words]], gone: int, asked: Words) -> None:
-    """As if the index had never heard of it."""
-    index, without = TextIndex(), TextIndex()
-    for slot, prompt in sent:
-        index.add(slot, chain(prompt))
-        if slot != gone:
-            without.add(slot, chain(prompt))
-    index.forget(gone)
+@given(deeds=st.lists(st.tuples(st.integers(0, 3), PROMPTS | st.none()), max_size=40), asked=PROMPTS)
+def test_a_rank_that_left_was_sent_nothing(deeds: Sequence[tuple[int, Words | None]], asked: Words) -> None:
+    """As if the index had never heard of it, whoever comes after it; keys are rid of it one by one meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seen, "_FEWEST_CLEANED", 1)
+        patch.setattr(seen, "_SHARD_KEYS", 250_000)
+        index, sent = TextIndex(), list[tuple[int, Words]]()
+        for slot, prompt in deeds:
+            if prompt is None:
+                index.forget(slot)
+                sent = [(other, words) for other, words in sent if other != slot]
+            else:
+                index.add(slot, chain(prompt))
+                sent.append((slot, prompt))
+            expected: dict[int, int] = {}
+            for other, words in sent:
+                if shared := common(words, asked):
+                    expected[other] = max(expected.get(other, 0), shared)
+            assert index.blocks_sent(chain(asked)) == expected
 
-    assert index.blocks_sent(chain(asked)) == without.blocks_sent(chain(asked))
+
+def test_ranks_that_come_and_go_leave_nothing() -> None:
+    """Neither keys that nobody was sent, nor bits that nobody has."""
+    index = TextIndex()
+    for number in range(5_000):
+        index.add(number, chain((number, 1)))
+        index.forget(number)
+        index.add(-1, chain((0, 0)))
+
+    masks = [mask for shard in index._shards for mask in shard.values()]
+    assert len(masks) < 20_000
+    assert max(masks) < 1 << 1_000
 
 
 def test_the_text_index_is_bounded_and_forgets_tails_before_heads() -> None:
