@@ -24,7 +24,7 @@ COMPILED = {
     "router/core": (
         "breaker chunked_prefill cost draining fair_queue forecast fullness guard index keys load names namespaces "
         "pace pd policy provisional radix_forecast radix_pool radix_requests rank_state recency retry ring seen "
-        "session tables usable ways"
+        "session session_table tables usable ways"
     ),
     "router/fleet": "decisions fleet member target",
     "router/proxy": (

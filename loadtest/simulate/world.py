@@ -37,7 +37,7 @@ from router.core.admission_guard import Guard
 from router.core.cost import CostParameters
 from router.core.load import Claim, LoadBook
 from router.core.pace import PaceLearner, PacePeers, judge, prior
-from router.core.session import Binding, SessionTable
+from router.core.session_table import Binding, SessionTable
 from router.core.types import (
     Decision,
     FleetView,

@@ -23,7 +23,7 @@ from router.core.pace import PaceLearner, PacePeers, prior
 from router.core.radix_pool import RadixPool
 from router.core.returns import Conversation
 from router.core.seen import TextIndex
-from router.core.session import SessionTable
+from router.core.session_table import SessionTable
 from router.core.types import WHOLE, Engine, FleetView, RankId, RankLoad, RankStatus, SessionKey
 from router.core.usable import Geometry
 from router.fleet.gauges import unwatch, watch

@@ -16,7 +16,7 @@ from router.core.load import Claim, wait_seconds
 from router.core.output_lengths import OutputLengths
 from router.core.pace import judge
 from router.core.pd import transfer_seconds
-from router.core.session import Binding
+from router.core.session_table import Binding
 from router.core.shared_allocation import AnyAllocation
 from router.core.types import Decision, RankStatus
 from router.fleet.decisions import Attempted, DecisionLog

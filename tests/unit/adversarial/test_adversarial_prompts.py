@@ -16,7 +16,8 @@ from router.core.cost import CostParameters
 from router.core.load import LoadBook, explains_silence, wait_seconds
 from router.core.pace import prefill_seconds, prior
 from router.core.policy import Affinity
-from router.core.session import SessionTable, identify
+from router.core.session import identify
+from router.core.session_table import SessionTable
 from router.core.types import (
     FleetView,
     RankView,

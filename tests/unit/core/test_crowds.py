@@ -11,7 +11,8 @@ from router.core.cost import CostParameters, prices
 from router.core.load import LoadBook
 from router.core.pd import prefill_prices
 from router.core.policy import make_policy
-from router.core.session import SessionTable, identify
+from router.core.session import identify
+from router.core.session_table import SessionTable
 from router.core.types import FleetView, RankPace, RankView, Residency, RouteRequest, SessionKey
 from tests.fakes.rank_views import rank_view
 
@@ -105,6 +106,32 @@ def test_a_subagent_knows_its_parents_home() -> None:
     assert table.parent_home("m", child, now=1) == 3
     assert table.parent_home("m", PARENT, now=1) is None
     assert table.parent_home("m", stray, now=1) is None
+
+
+def test_a_subagents_subagent_knows_its_home() -> None:
+    """As long as that is known, and of the parent that was heard of last where there are two of one name."""
+    table = SessionTable(max_sessions=3, idle_seconds=60)
+
+    def named(name: str, parent: str) -> SessionKey:
+        key = identify({"x-session-id": name, "x-parent-session-id": parent}, {}, tenant=PARENT.tenant)
+        assert key is not None
+        return key
+
+    child, grandchild = named("c", PARENT.session), named("g", "c")
+    table.finish("m", child, table.start("m", child, slot=2, now=0), now=0)
+    table.finish("m", grandchild, table.start("m", grandchild, slot=4, now=0), now=0)
+    assert table.parent_home("m", grandchild, now=1) == 2
+    assert table.parent_home("m", named("h", "g"), now=1) == 4
+    assert table.parent_home("n", grandchild, now=1) is None
+
+    other = named("c", "another")
+    table.finish("m", other, table.start("m", other, slot=5, now=2), now=2)
+    assert table.parent_home("m", grandchild, now=3) == 5
+    for number in range(3):  # more than there is room for
+        key = SessionKey(PARENT.tenant, f"s{number}")
+        table.finish("m", key, table.start("m", key, slot=number, now=4), now=4)
+    assert table.parent_home("m", grandchild, now=5) is None
+    assert not table._parents
 
 
 def test_a_session_comes_back_once_it_has_been_answered() -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from router.core.session import SessionTable
+from router.core.session_table import SessionTable
 from router.core.types import SessionKey
 
 
