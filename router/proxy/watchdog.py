@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
+from typing import Final
+
+#: A loop that comes so much too late has not run. What it was to wait for may lie in a socket, and has so long to be
+#: read: a machine that stood still for a moment is no reason to give all up whose time was over then.
+_LATE_SECONDS: Final = 0.05
+_READING_SECONDS: Final = 0.25
 
 
 class Watchdog:
-    """Calls ``expired`` once the time set has passed. Moving the deadline later costs an assignment, not a timer."""
+    """Calls ``expired`` once the time set has passed, a little later where the loop did not run when it did. Moving the
+    deadline later costs an assignment, not a timer.
+    """
 
-    __slots__ = ("_armed_for", "_deadline", "_expired", "_handle", "_loop")
+    __slots__ = ("_armed_for", "_deadline", "_expired", "_extended", "_handle", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expired: Callable[[], None]) -> None:
         self._loop = loop
         self._expired = expired
         self._deadline = inf
         self._armed_for = inf
+        #: The last deadline that took the place of one that was met too late.
+        self._extended = inf
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, *, by: float = inf) -> float:
@@ -53,7 +63,11 @@ class Watchdog:
     def _fire(self) -> None:
         self._handle = None
         self._armed_for = inf
-        if self._deadline <= self._loop.time():
+        now = self._loop.time()
+        if self._deadline + _LATE_SECONDS < now and self._deadline != self._extended:
+            self._deadline = self._extended = now + _READING_SECONDS
+            self._arm()
+        elif self._deadline <= now:
             self._deadline = inf
             self._expired()
         elif self._deadline < inf:

@@ -75,6 +75,21 @@ def test_fires_when_the_last_deadline_set_has_passed(steps: list[tuple[str, int]
     assert fired == expected
 
 
+def test_a_loop_that_did_not_run_looks_at_what_has_come_first() -> None:
+    """Once: what has not come by then is late."""
+    loop, fired = FakeLoop(), []
+    it = watchdog(loop, fired)
+    for _ in range(2):
+        it.set(10)
+        loop.now += 15
+        loop.turn(0)
+        assert fired == []
+    loop.turn(0.2)
+    loop.now += 15
+    loop.turn(0)
+    assert fired == [loop.now]
+
+
 def test_moving_a_deadline_later_makes_no_timer() -> None:
     """A thousand requests on a connection cost one timer."""
     loop, fired = FakeLoop(), []
