@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Everyone runs the same examples, so a failure is the change's own. HYPOTHESIS_PROFILE=random looks for new ones.
-settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("random", print_blob=True)
+# None is called slow or flaky because the machine was busy: what never ends, pytest's own limit of time ends.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 profile = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
 settings.load_profile(profile)
 if profile == "random":  # making a failure small takes longer than a test may; cut short it would be called flaky
