@@ -20,8 +20,8 @@ class Move(Enum):
     STALL = auto()  # nothing more is said until the other side leaves
 
 
-#: What a worker does on one request: bytes are sent, numbers are seconds to wait.
-Script = Sequence[bytes | float | Move]
+#: What a worker does on one request: bytes are sent, numbers are seconds to wait, events are waited for.
+Script = Sequence[bytes | float | Move | asyncio.Event]
 
 
 def answer(status: int, body: bytes, *, headers: Mapping[str, str] | None = None) -> bytes:
@@ -157,6 +157,8 @@ class FaultWorker:
                     return None
                 elif step is Move.STALL:
                     await gone
+                elif isinstance(step, asyncio.Event):
+                    await _either(step.wait(), gone)
                 else:
                     assert isinstance(step, int | float)
                     await _either(asyncio.sleep(step), gone)

@@ -28,12 +28,14 @@ class FleetRig:
         routing: RoutingSettings | None = None,
         queue: QueueSettings | None = None,
         pool_tokens: int | None = None,
-        first_byte_seconds: float = 0.2,
+        first_byte_seconds: float = 30.0,
         retry_reserve: int = 1000,
     ) -> None:
         routing = routing or RoutingSettings()
         self.metrics = Metrics(CollectorRegistry())
-        self.fleet = Fleet(routing, self.metrics, clock=time.monotonic)
+        #: The fleet's; a test may put another one in its place.
+        self.clock = time.monotonic
+        self.fleet = Fleet(routing, self.metrics, clock=lambda: self.clock())
         self._pool_tokens = pool_tokens
         for port in ports:
             self.add_rank(port)

@@ -27,7 +27,7 @@ from router.wire.usage import Usage
 from tests.fakes.fault_worker import event
 
 
-async def until(condition: Callable[[], bool], *, seconds: float = 2.0) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
     """Wait for something that announces itself to nobody."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110

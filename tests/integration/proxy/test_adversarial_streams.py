@@ -112,7 +112,7 @@ async def test_a_storm_of_aborts_leaves_nothing_behind() -> None:
     async with _world([STREAM], [STREAM], [STREAM], [STREAM]) as (world, workers):
         outcomes = await _storm(world)
         assert outcomes == {"whole": 280, "left early": 80, "left late": 40}
-        await until(lambda: not any(_left_behind(world).values()), seconds=5.0)
+        await until(lambda: not any(_left_behind(world).values()))
         served = sum(len(worker.requests) for worker in workers)
         assert 320 <= served <= 400  # who left at once may never have been sent on
         assert (await world.ask(1)).status == 200
@@ -130,7 +130,7 @@ async def test_a_book_that_forgets_who_left_would_be_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(LoadBook, "close", forgetful)
     async with _world([STREAM], [STREAM], [STREAM], [STREAM]) as (world, _):
         await _storm(world)
-        await until(lambda: not world.count("homing_connections"), seconds=5.0)
+        await until(lambda: not world.count("homing_connections"))
         assert _left_behind(world)["in flight"] > 0
 
 

@@ -202,7 +202,7 @@ TABLE = (
     broken_off("a stream of Responses", breaking(Move.RESET), "reset", path="/v1/responses",
                ask={"model": "m", "input": "hi", "stream": True}),
     broken_off("the client's time is over", breaking(Move.STALL), "deadline", "deadline",
-               sent={"x-request-timeout": "0.4"}),
+               sent={"x-request-timeout": "1.0"}),
     cut_off("a wrong length", (answer(200, b"x" * 100)[:-50], 0.02, Move.CLOSE), b"x" * 50),
     cut_off("no last chunk", (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", chunk(b"a:"), 0.02, Move.CLOSE),
             b"a:"),
@@ -224,7 +224,7 @@ TABLE = (
     Row("nor ready", (), 503, None, "", "", {}, ask=b"", method="GET", path="/readyz"),
     Row("but alive", (), 200, None, "", "", {}, ask=b"", method="GET", path="/livez"),
     Row("the client's time is over before an answer", (SILENT, OK), 504, "deadline", "deadline", "closed untouched",
-        errors("deadline"), sent={"x-request-timeout": "0.1"}),
+        errors("deadline"), sent={"x-request-timeout": "0.7"}),
     Row("no place, and none to wait in", (SILENT,), 429, "queue_full", "", "kept", errors("queue_full"),
         queue=QueueSettings(max_inflight=1, max_queued=0), headers={"retry-after": "1"}),
     Row("waited for a place too long", (SILENT,), 429, "queue_timeout", "", "kept", errors("queue_timeout"),
@@ -235,9 +235,8 @@ TABLE = (
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.case)
 async def test_failure_table(row: Row) -> None:
     """One request: what the client sees, and when it is over all attempts, connections and counts."""
-    is_patient = row.leaves or row.queue or "deadline" in row.attempts
-    seconds = 30.0 if is_patient else 0.2  # of silence
-    async with AsyncExitStack() as stack, asyncio.timeout(10):
+    seconds = 0.2 if "timeout" in row.attempts else 30.0  # of silence
+    async with AsyncExitStack() as stack, asyncio.timeout(20):
         workers = [await stack.enter_async_context(FaultWorker([script or OK])) for script in row.workers]
         for worker, script in zip(workers, row.workers, strict=True):
             if script is None:
@@ -261,7 +260,7 @@ async def test_failure_table(row: Row) -> None:
 
         await until(lambda: it.count("homing_inflight_requests") == under_way)
         with suppress(TimeoutError):
-            await until(lambda: _states(workers) == row.upstream.split(), seconds=1.0)
+            await until(lambda: _states(workers) == row.upstream.split(), seconds=5.0)
         assert _states(workers) == row.upstream.split()
         assert [len(worker.requests) for worker in workers] == [
             int(state != "untouched") for state in row.upstream.split()
@@ -302,8 +301,7 @@ async def _ask(it: Rig, row: Row, workers: list[FaultWorker]) -> None:
             await client.head()
             assert await client.piece() == row.passed
         client.writer.transport.abort()
-        async with asyncio.timeout(0.2):
-            await workers[0].until(open_connections=0)
+        await workers[0].until(open_connections=0)
         return
     answer_ = await client.answer()
     await client.close()

@@ -57,7 +57,7 @@ async def test_client_that_never_reads_again_is_given_up() -> None:
         client = await it.connect()
         await client.send(STREAM)
         client.writer.transport.pause_reading()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await it.until_quiet()
             await worker.until(open_connections=0)
         assert it.brain.outcomes == ["client_gone"]
@@ -90,7 +90,7 @@ async def test_a_refused_client_that_goes_on_sending_hears_why() -> None:
         for _ in range(20):
             await asyncio.sleep(0.01)
             writer.write(b"x" * 200_000)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             said = await reader.read()
         assert said.startswith(b"HTTP/1.1 413 ")
         assert said.endswith(b"}")
@@ -105,7 +105,7 @@ async def test_a_target_that_is_no_url(url: bytes, rest: bytes) -> None:
     async with rig(server=server) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(b"GET " + url + b" HTTP/1.1\r\n" + rest)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             said = await reader.read()
         assert said.startswith(b"HTTP/1.1 %d " % (400 if rest else 408))
         writer.close()
@@ -118,7 +118,7 @@ async def test_refusals_have_an_id(sent: bytes) -> None:
     async with rig(server=server) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + sent + b"content-length: 9\r\n\r\n")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             said = await reader.read()
         assert said.startswith(b"HTTP/1.1 408 ")
         assert b"\r\nx-request-id: " + (b"mine\r\n" if sent else b"req-") in said
@@ -138,7 +138,7 @@ async def test_a_body_takes_its_time_as_long_as_it_comes() -> None:
             for number in range(pieces):
                 await asyncio.sleep(0.3)
                 writer.write(whole[number * len(piece) : (number + 1) * len(piece)])
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(20):
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 %d " % status)
             writer.close()
 
@@ -199,7 +199,7 @@ async def test_limits_of_size_and_time(sent: bytes, status: int) -> None:
     async with rig(server=LIMITS) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             text = await reader.read()
         writer.close()
         assert text.startswith(b"HTTP/1.1 %d " % status)
@@ -223,7 +223,7 @@ async def test_refusals_have_the_shape_of_the_api_asked_for(path: bytes, sent: b
     async with rig(server=LIMITS) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\n%b" % (path, sent))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             text = await reader.read()
         writer.close()
         assert text.startswith(b"HTTP/1.1 %d " % status)
@@ -235,7 +235,7 @@ async def test_idle_connections_are_closed() -> None:
     """A connection that asks nothing is closed without a word."""
     async with rig(server=LIMITS) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             assert await reader.read() == b""
         writer.close()
 

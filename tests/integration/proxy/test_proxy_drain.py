@@ -14,15 +14,17 @@ from tests.fakes.proxy_rig import ASK, CHAT, DELTA, STREAM, raw, rig, target, un
 
 async def test_drain_lets_streams_end() -> None:
     """Draining refuses new connections and lets what is being served end; then nothing is open."""
-    script = (stream_head(), chunk(DELTA), 0.2, chunk(b"data: [DONE]\n\n"), chunk(b""))
+    goes_on = asyncio.Event()
+    script = (stream_head(), chunk(DELTA), goes_on, chunk(b"data: [DONE]\n\n"), chunk(b""))
     async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
         client, idle = await it.connect(), await it.connect()
         await client.send(STREAM)
         await client.head()
-        draining = asyncio.create_task(it.plane.drain(5))
+        draining = asyncio.create_task(it.plane.drain(20))
         assert await idle.reader.read() == b""
         with pytest.raises(OSError, match=r"."):
             await it.connect()
+        goes_on.set()
         pieces = [await client.piece(), await client.piece(), await client.piece()]
         assert pieces == [DELTA, b"data: [DONE]\n\n", None]
         await draining
@@ -38,8 +40,8 @@ async def test_what_was_sent_before_the_drain_is_answered() -> None:
         await until(lambda: it.count("homing_connections") == 2)
         clients[0][1].write(raw())
         clients[1][1].write(b"\r\n")
-        draining = asyncio.create_task(it.plane.drain(5))
-        async with asyncio.timeout(4):
+        draining = asyncio.create_task(it.plane.drain(20))
+        async with asyncio.timeout(10):
             answered = await clients[0][0].read()
             assert await clients[1][0].read() == b""
             await draining
@@ -54,10 +56,10 @@ async def test_who_has_connected_before_the_drain_is_let_in() -> None:
     async with FaultWorker() as worker, rig(target(worker.port)) as it:
         connected = [socket.create_connection(("127.0.0.1", it.port)) for _ in range(2)]
         connected[0].sendall(raw())
-        draining = asyncio.create_task(it.plane.drain(5))
+        draining = asyncio.create_task(it.plane.drain(20))
         clients = [await asyncio.open_connection(sock=each) for each in connected]
         clients[1][1].write(raw())
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(10):
             for reader, writer in clients:
                 assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
                 writer.close()
@@ -82,11 +84,14 @@ async def test_while_unready_answers_are_the_last_on_their_connections() -> None
 
 async def test_an_answer_that_has_not_begun_says_that_it_is_the_last() -> None:
     """Of a request that is with its worker when the router goes: a client that keeps connections asks nothing more."""
-    async with FaultWorker([(0.2, *OK)]) as worker, rig(target(worker.port)) as it:
+    answers = asyncio.Event()
+    async with FaultWorker([(answers, *OK)]) as worker, rig(target(worker.port)) as it:
         client = await it.connect()
         await client.send(ASK)
         await until(lambda: len(worker.requests) == 1)
-        draining = asyncio.create_task(it.plane.drain(5))
+        draining = asyncio.create_task(it.plane.drain(20))
+        await asyncio.sleep(0)  # it has begun
+        answers.set()
         answer_ = await client.answer()
         assert (answer_.status, answer_.headers["connection"]) == (200, "close")
         assert await client.reader.read() == b""
@@ -101,13 +106,15 @@ async def test_drain_serves_what_is_being_sent() -> None:
         clients = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(2)]
         for _, writer in clients:
             writer.write(whole[:-5])
-        await until(lambda: it.count("homing_connections") == 2)
-        await asyncio.sleep(0.05)
-        draining = asyncio.create_task(it.plane.drain(0.5))
+        await until(lambda: [client.queued_bytes > 0 for client in it.plane.clients] == [True, True])
+        draining = asyncio.create_task(it.plane.drain(30))
         await asyncio.sleep(0.1)
         clients[0][1].write(whole[-5:])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await clients[0][0].read()).startswith(b"HTTP/1.1 200 ")
+            assert not draining.done()
+            draining.cancel()
+            draining = asyncio.create_task(it.plane.drain(0.1))  # its time is over
             said = await clients[1][0].read()
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b'"shutting_down"' in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -25,9 +25,7 @@ def _big(session: int) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def _full(
-    *scripts: Script, first_byte_seconds: float = 0.2, **queue: float
-) -> AsyncIterator[tuple[FleetRig, FaultWorker]]:
+async def _full(*scripts: Script, **queue: float) -> AsyncIterator[tuple[FleetRig, FaultWorker]]:
     """One rank, whose pool is taken by the conversation of session 0. ``scripts`` are played from then on."""
     routing = RoutingSettings(admission="guarded")
     async with FaultWorker([OK, *(scripts or (OK,))]) as worker:
@@ -36,7 +34,6 @@ async def _full(
             routing=routing,
             queue=QueueSettings(**queue),
             pool_tokens=POOL_TOKENS,
-            first_byte_seconds=first_byte_seconds,
         )
         await world.start()
         try:
@@ -63,7 +60,7 @@ async def test_a_new_conversation_waits_and_an_old_one_does_not() -> None:
         assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
         world.add_rank(other.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             answer_ = await client.answer()
         assert (answer_.status, answer_.body) == (200, OK_BODY)
         assert answer_.headers["x-homing-worker"] == "w1"
@@ -79,10 +76,11 @@ async def test_held_for_too_long() -> None:
     async with _full(hold_seconds=1.1) as (world, worker):
         answer_ = await world.ask(1, **_big(1))
         assert (answer_.status, answer_.error["code"]) == (429, "held_too_long")
-        assert answer_.headers["retry-after"] == "2"
         assert len(worker.requests) == 1
         assert world.count("homing_admission_hold_seconds_count", end="late") == 1
-        assert world.count("homing_admission_hold_seconds_sum", end="late") > 1.0
+        waited_seconds = world.count("homing_admission_hold_seconds_sum", end="late")
+        assert waited_seconds > 1.0
+        assert answer_.headers["retry-after"] == f"{math.ceil(waited_seconds)}"
 
 
 async def test_what_failed_waits_for_room_again() -> None:
@@ -98,7 +96,7 @@ async def test_what_failed_waits_for_room_again() -> None:
         assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
         world.add_rank(other.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             answer_ = await client.answer()
         assert (answer_.status, answer_.headers["x-homing-attempts"]) == (200, "2")
         assert (len(worker.requests), len(failing.requests), len(other.requests)) == (2, 1, 1)
@@ -125,7 +123,8 @@ async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
     """One place: two are held, and the admitted conversation is served all the same; when there is room they take a
     place each, so that the next one waits for its turn.
     """
-    async with _full(max_inflight=1) as (world, worker), FaultWorker([(1.0, *OK)]) as other:
+    answers = asyncio.Event()
+    async with _full(max_inflight=1) as (world, worker), FaultWorker([(answers, *OK)]) as other:
         held = [await _held(world, session) for session in (1, 2)]
         assert (await world.ask(0, **_big(0))).status == 200
         assert len(worker.requests) == 2
@@ -133,6 +132,7 @@ async def test_what_is_held_takes_no_place_among_those_under_way() -> None:
         await until(lambda: len(other.requests) == 1)
         late = asyncio.create_task(world.ask(0, **_big(0)))
         await until(lambda: world.count("homing_queued_requests") == 1)
+        answers.set()
         assert (await held[0].answer()).status == 200
         assert (await late).status == 200
         for client in held:
@@ -147,11 +147,9 @@ async def test_who_leaves_is_held_no_more() -> None:
         stayer = await _held(world, 2, stream=True)
         await stayer.head()
         assert await stayer.piece() == b": waiting, position 2\n\n"
-        began = time.monotonic()
         await leaver.close()
         await until(lambda: world.count("homing_admission_held_requests") == 1)
-        assert time.monotonic() - began < 0.5
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             while await stayer.piece() != b": waiting, position 1\n\n":
                 pass
         await stayer.close()
@@ -159,13 +157,15 @@ async def test_who_leaves_is_held_no_more() -> None:
 
 async def test_who_is_held_has_no_place_to_give_back() -> None:
     """It gave its place up when it began to wait. When it leaves, no more may be under way at once than before."""
-    async with _full((0.5, *OK), max_inflight=1) as (world, worker):
+    answers = asyncio.Event()
+    async with _full((answers, *OK), max_inflight=1) as (world, worker):
         leaver = await _held(world, 1)
         await leaver.close()
         await until(lambda: world.count("homing_admission_held_requests") == 0)
         asking = [asyncio.create_task(world.ask(0, **_big(0))) for _ in range(2)]
         await until(lambda: world.count("homing_queued_requests") == 1)
         assert len(worker.requests) <= 2  # the one that filled the pool, and one of these
+        answers.set()
         assert [answer_.status for answer_ in await asyncio.gather(*asking)] == [200, 200]
 
 
@@ -179,7 +179,7 @@ async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
         client = await _held(world, 1, stream=True)
         await asyncio.sleep(0.15)
         world.add_rank(other.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             answer_ = await client.answer()
         assert answer_.complete
         assert answer_.headers["content-type"] == "text/event-stream"
@@ -192,18 +192,20 @@ async def test_a_held_stream_is_kept_open_and_then_answered() -> None:
 
 async def test_a_stream_that_is_held_no_more_is_told_of_no_place_in_the_queue() -> None:
     """While the rank that had room computes, comments keep the stream open; they do not name a place."""
+    answers = asyncio.Event()
     async with (
-        _full(comment_seconds=0.02, first_byte_seconds=5) as (world, _),
-        FaultWorker([(0.3, *STREAM)]) as other,
+        _full(comment_seconds=0.02) as (world, _),
+        FaultWorker([(answers, *STREAM)]) as other,
     ):
         client = await _held(world, 1, stream=True)
         await client.head()
         assert await client.piece() == b": waiting, position 1\n\n"
         world.add_rank(other.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             while b"position" in (piece := await client.piece() or b""):
                 pass
             assert piece == b": waiting for the answer\n\n"
+            answers.set()
             rest = b""
             while (piece := await client.piece()) is not None:
                 rest += piece
@@ -214,20 +216,22 @@ async def test_a_stream_that_is_held_no_more_is_told_of_no_place_in_the_queue() 
 
 async def test_a_held_stream_is_kept_open_while_another_rank_is_tried() -> None:
     """The first one that had room answers that it cannot; the second one takes its time."""
+    answers = asyncio.Event()
     async with (
-        _full(comment_seconds=0.02, first_byte_seconds=5) as (world, _),
-        FaultWorker([(answer(500, b"{}"),), (0.3, *STREAM)]) as other,
+        _full(comment_seconds=0.02) as (world, _),
+        FaultWorker([(answer(500, b"{}"),), (answers, *STREAM)]) as other,
     ):
         client = await _held(world, 1, stream=True)
         await client.head()
         world.add_rank(other.port)
         world.add_rank(other.port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             await until(lambda: len(other.requests) == 2)
             pieces: list[bytes] = []
             while (piece := await client.piece()) is not None:
                 pieces.append(piece)
-        assert pieces.count(b": waiting for the answer\n\n") >= 5
+                if pieces.count(b": waiting for the answer\n\n") == 5:
+                    answers.set()
         assert list(_events(b"".join(pieces))) == [DELTA.strip(), b"data: [DONE]"]
         await client.close()
 
@@ -235,12 +239,13 @@ async def test_a_held_stream_is_kept_open_while_another_rank_is_tried() -> None:
 async def test_a_stream_that_was_never_open_is_not_opened_once_it_is_held_no_more() -> None:
     """Its status is still to come, and is the worker's."""
     async with (
-        _full(comment_seconds=2, first_byte_seconds=5) as (world, _),
-        FaultWorker([(2.0, answer(400, TOO_LONG))]) as other,
+        _full(comment_seconds=1) as (world, _),
+        FaultWorker([(1.2, answer(400, TOO_LONG))]) as other,
     ):
         client = await _held(world, 1, stream=True)
         world.add_rank(other.port)
-        async with asyncio.timeout(6):  # the rank is seen within a second, before the first comment
+        assert (await world.ask(0, **_big(0))).status == 200  # at its end the rank is seen, before the first comment
+        async with asyncio.timeout(20):
             answer_ = await client.answer()
         assert (answer_.status, answer_.body) == (400, TOO_LONG)
         await client.close()
@@ -256,10 +261,10 @@ async def test_who_is_held_twice_gets_its_comments_once() -> None:
     ):
         client = await _held(world, 1, stream=True)
         world.add_rank(failing.port)
-        await until(lambda: len(failing.requests) == 1, seconds=3)
+        await until(lambda: len(failing.requests) == 1)
         await until(lambda: world.count("homing_admission_held_requests") == 1)
         world.add_rank(other.port)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(20):
             answer_ = await client.answer()
         assert answer_.complete
         _, _, said = answer_.body.partition(b"x-homing-worker")
@@ -282,14 +287,14 @@ async def test_a_held_stream_that_cannot_be_answered_ends_with_an_event() -> Non
     )
     for script, said in refusals:
         async with (
-            _full(script, comment_seconds=0.02, hold_seconds=1.5) as (world, _),  # a rank is seen within a second
+            _full(script, comment_seconds=0.02, hold_seconds=1.5 if "held" in said else 30.0) as (world, _),
             FaultWorker([script]) as other,
         ):
             client = await _held(world, 1, stream=True)
             await client.head()
             world.add_rank(other.port)
             body = b""
-            async with asyncio.timeout(6):
+            async with asyncio.timeout(20):
                 while (piece := await client.piece()) is not None:
                     body += piece
             (error,) = _events(body)
@@ -305,4 +310,6 @@ async def test_a_stream_held_too_long_ends_with_an_event_that_says_when_to_come_
         assert "retry-after" not in answer_.headers
         (error,) = _events(answer_.body)
         said = json.loads(error.removeprefix(b"data: "))["error"]
-        assert (said["code"], said["type"], said["retry_after_seconds"]) == ("held_too_long", "rate_limit_error", 2)
+        waited_seconds = world.count("homing_admission_hold_seconds_sum", end="late")
+        assert (said["code"], said["type"]) == ("held_too_long", "rate_limit_error")
+        assert said["retry_after_seconds"] == math.ceil(waited_seconds) > 1

@@ -12,11 +12,10 @@ from router.core.fair_queue import Priority
 from router.core.keys import Key, Keyring, digest_of
 from router.proxy.exchange import Exchange
 from router.settings import QueueSettings
-from tests.fakes.fault_worker import OK, FaultWorker, Script, event
+from tests.fakes.fault_worker import OK, FaultWorker, event
 from tests.fakes.proxy_rig import Client, FakePrepared, Rig, rig, target, until
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-SLOW: Script = (0.15, *OK)
 DELTA = event({"choices": [{"delta": {"content": "a"}}]})
 
 
@@ -29,8 +28,8 @@ async def _sent(it: Rig, **headers: str) -> Client:
 
 async def test_as_many_at_once_as_may_be() -> None:
     """With one place and a queue of one the second waits and is answered, the third is refused at once."""
-    queue = QueueSettings(max_inflight=1, max_queued=1)
-    async with FaultWorker([SLOW]) as worker, rig(target(worker.port), queue=queue) as it:
+    queue, answers = QueueSettings(max_inflight=1, max_queued=1), asyncio.Event()
+    async with FaultWorker([(answers, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
         first = await _sent(it)
         await until(lambda: len(worker.requests) == 1)
         second = await _sent(it)
@@ -39,6 +38,7 @@ async def test_as_many_at_once_as_may_be() -> None:
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
         assert len(worker.requests) == 1
+        answers.set()
         assert (await first.answer()).status == 200
         assert (await second.answer()).status == 200
         await first.close()
@@ -74,26 +74,28 @@ async def test_given_up_while_the_last_step_of_preparing_runs(monkeypatch: pytes
 
 async def test_no_longer_than_the_queue_allows() -> None:
     """Who waits too long for a turn is told so; the one being served is not touched."""
-    queue = QueueSettings(max_inflight=1, queue_seconds=0.05)
-    async with FaultWorker([(0.3, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
+    queue, answers = QueueSettings(max_inflight=1, queue_seconds=0.05), asyncio.Event()
+    async with FaultWorker([(answers, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
         first = await _sent(it)
         await until(lambda: len(worker.requests) == 1)
         late = await it.ask(ASK)
         assert (late.status, late.error["code"]) == (429, "queue_timeout")
+        answers.set()
         assert (await first.answer()).status == 200
         await first.close()
 
 
 async def test_who_leaves_the_queue_is_forgotten() -> None:
     """A client that goes away while it waits is never sent to a worker, and its place in the queue is free."""
-    queue = QueueSettings(max_inflight=1, max_queued=1)
-    async with FaultWorker([SLOW]) as worker, rig(target(worker.port), queue=queue) as it:
+    queue, answers = QueueSettings(max_inflight=1, max_queued=1), asyncio.Event()
+    async with FaultWorker([(answers, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
         first = await _sent(it)
         await until(lambda: len(worker.requests) == 1)
         leaver = await _sent(it)
         await until(lambda: it.count("homing_queued_requests") == 1)
         await leaver.close()
         await until(lambda: it.count("homing_queued_requests") == 0)
+        answers.set()
         assert (await first.answer()).status == 200
         await first.close()
         await it.until_quiet()
@@ -102,13 +104,14 @@ async def test_who_leaves_the_queue_is_forgotten() -> None:
 
 async def test_the_urgent_go_first() -> None:
     """High before normal before low, whatever order they came in."""
-    queue = QueueSettings(max_inflight=1)
-    async with FaultWorker([SLOW, OK]) as worker, rig(target(worker.port), queue=queue) as it:
+    queue, answers = QueueSettings(max_inflight=1), asyncio.Event()
+    async with FaultWorker([(answers, *OK), OK]) as worker, rig(target(worker.port), queue=queue) as it:
         clients = [await _sent(it, x_request_id="first")]
         await until(lambda: len(worker.requests) == 1)
         for count, priority in enumerate(("low", "normal", "high"), start=1):
             clients.append(await _sent(it, x_request_id=priority, x_request_priority=priority))
             await until(lambda count=count: it.count("homing_queued_requests") == count)
+        answers.set()
         for client in clients:
             assert (await client.answer()).status == 200
             await client.close()
@@ -122,9 +125,9 @@ async def test_a_key_says_how_urgent_its_requests_are() -> None:
         [Key(name, digest_of(name.encode()), priority=priority) for name, priority in keys.items()], secret=b"s"
     )
     asked = [("low", "high"), ("none", "low"), ("none", None), ("high", "normal"), ("low", None), ("high", None)]
-    queue = QueueSettings(max_inflight=1)
+    queue, answers = QueueSettings(max_inflight=1), asyncio.Event()
     async with (
-        FaultWorker([(0.4, *OK), OK]) as worker,
+        FaultWorker([(answers, *OK), OK]) as worker,
         rig(target(worker.port), queue=queue, keyring=keyring) as it,
     ):
         clients = [await _sent(it, x_api_key="none", x_request_id="first")]
@@ -133,6 +136,7 @@ async def test_a_key_says_how_urgent_its_requests_are() -> None:
             header = {} if priority is None else {"x_request_priority": priority}
             clients.append(await _sent(it, x_api_key=key, x_request_id=f"{key}-{priority}", **header))
             await until(lambda count=count: it.count("homing_queued_requests") == count)
+        answers.set()
         for client in clients:
             assert (await client.answer()).status == 200
             await client.close()
@@ -144,8 +148,9 @@ async def test_a_key_says_how_urgent_its_requests_are() -> None:
 async def test_a_full_queue_is_shared() -> None:
     """Who is less urgent gives way, then who has most waiting; the one who goes is told as if it had come last."""
     keyring = Keyring([Key(name, digest_of(name.encode())) for name in ("loud", "quiet")], secret=b"s")
-    queue = QueueSettings(max_inflight=1, max_queued=3)
-    async with FaultWorker([(0.5, *OK), OK]) as worker, rig(target(worker.port), queue=queue, keyring=keyring) as it:
+    queue, answers = QueueSettings(max_inflight=1, max_queued=3), asyncio.Event()
+    served = FaultWorker([(answers, *OK), OK])
+    async with served as worker, rig(target(worker.port), queue=queue, keyring=keyring) as it:
         clients = [await _sent(it, x_api_key="loud")]
         await until(lambda: len(worker.requests) == 1)
         for count, priority in enumerate(("normal", "normal", "low"), start=1):
@@ -155,6 +160,7 @@ async def test_a_full_queue_is_shared() -> None:
         assert (await clients[3].answer()).error["code"] == "queue_full"
         clients += [await _sent(it, x_api_key="loud")]
         assert (await clients[5].answer()).error["code"] == "queue_full"
+        answers.set()
         for client in (clients[0], clients[4], clients[1], clients[2]):
             assert (await client.answer()).status == 200
         for client in clients:
@@ -176,12 +182,13 @@ async def test_terms_that_are_none(headers: dict[str, str]) -> None:
 
 async def test_deadline_in_the_queue_or_while_preparing() -> None:
     """The client's time runs wherever its request is."""
-    queue = QueueSettings(max_inflight=1)
-    async with FaultWorker([(0.3, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
+    queue, answers = QueueSettings(max_inflight=1), asyncio.Event()
+    async with FaultWorker([(answers, *OK)]) as worker, rig(target(worker.port), queue=queue) as it:
         first = await _sent(it)
         await until(lambda: len(worker.requests) == 1)
         late = await it.ask(ASK, headers={"x-request-timeout": "0.05"})
         assert (late.status, late.error["code"]) == (504, "deadline")
+        answers.set()
         assert (await first.answer()).status == 200
         await first.close()
         it.brain.preparing = asyncio.Event()
@@ -195,9 +202,9 @@ async def test_a_deadline_that_is_kept_leaves_no_trace() -> None:
     async with FaultWorker() as worker, rig(target(worker.port)) as it:
         client = await it.connect()
         for _ in range(2):
-            await client.send(ASK, headers={"x-request-timeout": "0.1"})
+            await client.send(ASK, headers={"x-request-timeout": "0.5"})
             assert (await client.answer()).status == 200
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.5)
         await client.close()
 
 

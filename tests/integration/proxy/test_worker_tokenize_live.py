@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.control.test_router_process import router, until
+from tests.integration.control.test_router_process import Running, router, until
 
 LIMIT_SECONDS = 0.5
 #: An answer beyond it has waited for more than the limit, on a busy machine too.
 PATIENCE_SECONDS = 4.0
+#: Where what the worker says is tested, and not how soon.
+LONG_SECONDS = 10.0
 TROUBLES = {
     "says-nothing": None,
     "trickles": None,
@@ -84,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         if model == "trickles":
             return self._trickle()
         if model == "says-nothing":
-            self.connection.settimeout(30)
+            self.connection.settimeout(60)
             self.server.lost += self.rfile.read(1) == b""
             return None
         return self._answer(*(TROUBLES.get(model) or (200, json.dumps({"tokens": _ids(asked)}).encode())))
@@ -119,12 +122,27 @@ def worker() -> Iterator[TokenWorker]:
         server.shutdown()
 
 
+@contextlib.contextmanager
+def _router(worker: TokenWorker, limit_seconds: float) -> Iterator[tuple[Running, httpx.Client, httpx.Client]]:
+    limit = ("--routing.worker-tokenize-seconds", str(limit_seconds))
+    with router("--worker", worker.url, "--probes.parity", "false", *limit) as (running, data, admin):
+        until(lambda: data.get("/readyz").status_code == 200)
+        yield running, data, admin
+
+
 @pytest.fixture(scope="module")
 def doors(worker: TokenWorker) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """A router's two doors."""
-    limit = ("--routing.worker-tokenize-seconds", str(LIMIT_SECONDS))
-    with router("--worker", worker.url, "--probes.parity", "false", *limit) as (_, data, admin):
-        until(lambda: data.get("/readyz").status_code == 200)
+    """The two doors of a router that waits for long."""
+    with _router(worker, LONG_SECONDS) as (running, data, admin):
+        yield data, admin
+        status, errors = running.stop()
+    assert (status, "Traceback" in errors) == (0, False)
+
+
+@pytest.fixture(scope="module")
+def hasty_doors(worker: TokenWorker) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """Of one that does not."""
+    with _router(worker, LIMIT_SECONDS) as (_, data, admin):
         yield data, admin
 
 
@@ -175,10 +193,10 @@ def test_a_prompt_with_more_ids_than_fit_is_served_all_the_same(doors: tuple[htt
 
 @pytest.mark.parametrize("model", TROUBLES)
 def test_what_the_worker_does_amiss_costs_the_limit_at_most(
-    doors: tuple[httpx.Client, httpx.Client], model: str
+    hasty_doors: tuple[httpx.Client, httpx.Client], model: str
 ) -> None:
     """The prompt is then keyed by its text."""
-    data, admin = doors
+    data, admin = hasty_doors
     started = time.monotonic()
     answer = data.post("/v1/chat/completions", json=_chat(model))
     seconds = time.monotonic() - started
@@ -197,15 +215,14 @@ def test_many_at_once(doors: tuple[httpx.Client, httpx.Client]) -> None:
     assert {_explained(admin, answer)["keyed"] for answer in answers} in ({"worker"}, {"worker", "text"})
 
 
-def test_a_client_that_leaves_ends_the_question(worker: TokenWorker) -> None:
+def test_a_client_that_leaves_ends_the_question(worker: TokenWorker, doors: tuple[httpx.Client, httpx.Client]) -> None:
     """Its connection to the worker is closed, and nothing of it is left."""
-    lost = worker.lost
-    limit = ("--routing.worker-tokenize-seconds", "10")
-    with router("--worker", worker.url, "--probes.parity", "false", *limit) as (running, data, admin):
-        until(lambda: data.get("/readyz").status_code == 200)
-        with contextlib.suppress(httpx.ReadTimeout):
-            data.post("/v1/chat/completions", json=_chat("says-nothing"), timeout=0.5)
-        until(lambda: worker.lost == lost + 1, seconds=5)
-        until(lambda: "homing_inflight_requests 0.0" in admin.get("/metrics").text)
-        status, errors = running.stop()
-    assert (status, "Traceback" in errors) == (0, False)
+    data, admin = doors
+    lost, asked = worker.lost, len(worker.asked)
+    body = json.dumps(_chat("says-nothing")).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((data.base_url.host, data.base_url.port), timeout=10) as client:
+        client.sendall(head + body)
+        until(lambda: len(worker.asked) > asked)
+    until(lambda: worker.lost == lost + 1, seconds=0.8 * LONG_SECONDS)
+    until(lambda: "homing_inflight_requests 0.0" in admin.get("/metrics").text)
