@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import weakref
 from typing import Any
+
+from tests.fakes.ports import reserve
 
 #: status and body by path; None: take the request and say nothing.
 Answers = dict[str, tuple[int, bytes] | None]
@@ -32,6 +35,7 @@ class ControlWorker:
         self.asked: list[str] = []
         #: What it asks for under /v1, as vLLM and SGLang do with ``--api-key``.
         self.key: str | None = None
+        #: Kept from the first time that it listens on: nobody else takes it while it is down.
         self.port = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -45,8 +49,11 @@ class ControlWorker:
         return f"127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> ControlWorker:
+        if not self.port:
+            place = reserve()
+            weakref.finalize(self, place.close)
+            self.port = place.getsockname()[1]
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -57,7 +57,7 @@ class Control:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait a few seconds for something to become true."""
-    async with asyncio.timeout(8):
+    """Wait for something to become true."""
+    async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110 (the thing waited for has no event)
             await asyncio.sleep(0.01)

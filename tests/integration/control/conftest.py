@@ -13,7 +13,7 @@ from tests.fakes.registry_rig import Control
 
 @pytest.fixture
 async def control() -> AsyncIterator[Control]:
-    async with httpx.AsyncClient(timeout=0.5) as client:
+    async with httpx.AsyncClient(timeout=10) as client:
         control = Control(client)
         running = asyncio.create_task(control.registry.run())
         yield control

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
 from tests.fakes.certificates import make_certificate, trusting
-from tests.integration.control.test_router_process import homing
+from tests.integration.control.test_router_process import homing, until
 
 OLD_KEY, NEW_KEY, ADMIN_KEY = "sk-old-0123456789abcdef", "sk-new-0123456789abcdef", "sk-adm-0123456789abcdef"
 
@@ -21,13 +19,6 @@ def write_keys(file: Path, data_key: str) -> None:
     file.write_text(
         f"keys:\n- {{tenant: team, key: {data_key}}}\n- {{tenant: ops, key: {ADMIN_KEY}, roles: [admin]}}\n"
     )
-
-
-def eventually(condition: Callable[[], bool], *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
 
 
 def test_keys_and_certificates_guard_both_doors_and_are_renewed(tmp_path: Path) -> None:
@@ -53,12 +44,12 @@ def test_keys_and_certificates_guard_both_doors_and_are_renewed(tmp_path: Path) 
 
         keys.write_text("keys: nonsense")
         running.process.send_signal(signal.SIGHUP)
-        time.sleep(0.3)
+        until(lambda: "keys.yaml" in running.errors)
         assert status(data + "/v1/models", OLD_KEY) == 200, "a bad file changes nothing"
 
         write_keys(keys, NEW_KEY)
         running.process.send_signal(signal.SIGHUP)
-        eventually(lambda: status(data + "/v1/models", NEW_KEY) == 200)
+        until(lambda: status(data + "/v1/models", NEW_KEY) == 200)
         assert status(data + "/v1/models", OLD_KEY) == 401
         code, logged = running.stop()
     assert code == 0

@@ -17,17 +17,27 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.fakes.ports import reserve
+
 SHIM = ("shim", "--runner", "sim", "--model", "needle")
 #: 408 tokens: 25 whole blocks of 16 and a half one, so that the same prompt again reuses 400.
 PROMPT = " ".join(f"key-{number:04d} val-{number:04d}" for number in range(204))
 
 
 class Running:
-    """A process and the words of its ready line."""
+    """A process, the words of its ready line, and what it has written to stderr, which is read as it comes."""
 
-    def __init__(self, process: subprocess.Popen[str], words: dict[str, str]) -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        self.words = words
+        self.words: dict[str, str] = {}
+        self.errors = ""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors += line
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Exit status and what it wrote to stderr."""
@@ -36,8 +46,9 @@ class Running:
 
     def wait(self) -> tuple[int, str]:
         """The same, once it ends by itself."""
-        _, errors = self.process.communicate(timeout=20)
-        return self.process.returncode, errors
+        status = self.process.wait(timeout=60)
+        self._reading.join()
+        return status, self.errors
 
 
 @contextlib.contextmanager
@@ -51,18 +62,21 @@ def homing(*arguments: str) -> Iterator[Running]:
         text=True,
         env=environment | {"OMP_NUM_THREADS": "1"},
     )
+    running = Running(process)
     timer = threading.Timer(100, process.kill)
     timer.start()
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        timer.cancel()
-        assert " ready " in line, line + (process.stderr.read() if process.stderr else "")
-        yield Running(process, dict(word.split("=", 1) for word in line.split() if "=" in word))
-    finally:
-        timer.cancel()
-        process.kill()
-        process.communicate()
+    with process:  # which closes its pipes
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            timer.cancel()
+            assert " ready " in line, line + running.wait()[1]
+            running.words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            yield running
+        finally:
+            timer.cancel()
+            process.kill()
+            running.wait()
 
 
 @contextlib.contextmanager
@@ -85,11 +99,29 @@ def shim(*arguments: str, ports: tuple[str, str, str] = ("0", "0", "0")) -> Iter
         yield running, "http://" + running.words["http"].removeprefix("http://")
 
 
+@contextlib.contextmanager
+def reserved(*ports: str) -> Iterator[None]:
+    """Nobody else gets these ports of this machine, on which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(reserve(int(port)))
+        yield
+
+
 def until(holds: Callable[[], bool], seconds: float = 15) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "did not become true in time"
         time.sleep(0.05)
+
+
+def is_shut(door: httpx.Client) -> bool:
+    """Nobody new is let in."""
+    try:
+        httpx.get(door.base_url.join("/livez"))
+    except httpx.ConnectError:
+        return True
+    return False
 
 
 def workers(admin: httpx.Client) -> list[dict[str, Any]]:
@@ -174,6 +206,7 @@ def test_a_shim_added_at_run_time_serves_from_its_cache() -> None:
         assert cached(second) == int(second.headers["x-homing-expected-cached-tokens"]) == 400
         until(lambda: min(blocks(admin)) == 0 < max(blocks(admin)))
         assert admin.get("/admin/sessions").json()["sessions"][0]["home"] == f"w/{first.headers['x-homing-rank']}"
+        until(lambda: max(blocks(admin)) == 25)  # nothing more is to come
         assert admin.post("/admin/workers/w/reset_cache").status_code == 200
         assert blocks(admin) == [0, 0]
         assert cached(ask(data)) == 0
@@ -192,7 +225,7 @@ def test_a_router_that_joins_late_knows_what_is_warm() -> None:
             until(lambda: data.get("/readyz").status_code == 200)
             warm_rank = ask(data).headers["x-homing-rank"]
         with router("--worker", url) as (_, data, admin):
-            until(lambda: data.get("/readyz").status_code == 200 and sum(blocks(admin)) > 0)
+            until(lambda: data.get("/readyz").status_code == 200 and sum(blocks(admin)) >= 25)
             answer = ask(data, session="another")
             assert answer.headers["x-homing-rank"] == warm_rank
             assert int(answer.headers["x-homing-expected-cached-tokens"]) == cached(answer) == 400
@@ -204,10 +237,11 @@ def test_a_shim_that_restarts_is_trusted_with_nothing_old() -> None:
         until(lambda: data.get("/readyz").status_code == 200)
         ask(data)
         until(lambda: sum(blocks(admin)) > 0)
-        ports = tuple(old.words[name].rsplit(":", 1)[-1] for name in ("http", "events", "replay"))
+        http, events, replay = (old.words[name].rsplit(":", 1)[-1] for name in ("http", "events", "replay"))
         assert old.stop()[0] == 0
-        until(lambda: workers(admin)[0]["status"] == "down")
-        with shim(ports=(ports[0], ports[1], ports[2])):
+        with reserved(http, events, replay):
+            until(lambda: workers(admin)[0]["status"] == "down")
+        with shim(ports=(http, events, replay)):
             until(lambda: workers(admin)[0]["status"] == "ready")
             until(lambda: sum(blocks(admin)) == 0)
             answer = ask(data)
@@ -227,8 +261,7 @@ def test_sigterm_lets_a_running_answer_end() -> None:
             rest = [line for line in lines if line]
         assert first.startswith("data: ")
         assert rest[-1] == "data: [DONE]"
-        running.process.communicate(timeout=20)
-        assert running.process.returncode == 0
+        assert running.wait()[0] == 0
 
 
 def test_a_second_signal_stops_at_once() -> None:
@@ -240,11 +273,11 @@ def test_a_second_signal_stops_at_once() -> None:
             lines = answer.iter_lines()
             next(lines)
             running.process.terminate()
-            time.sleep(0.5)
+            until(lambda: is_shut(data))  # it has heard the first
             assert running.process.poll() is None
             running.process.terminate()
             rest = [line for line in lines if line]
         assert '"error"' in rest[-1]
-        _, errors = running.process.communicate(timeout=20)
-    assert running.process.returncode == 0
+        status, errors = running.wait()
+    assert status == 0
     assert "Traceback" not in errors

@@ -50,7 +50,7 @@ def _write(file: Path, *workers: FaultyWorker, policy: str) -> None:
 async def _ready(admin: httpx.AsyncClient, *workers: FaultyWorker) -> None:
     """Wait until these workers and no others are known and ready."""
     expected = {worker.url: "ready" for worker in workers}
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while True:
             known = (await admin.get("/admin/workers")).json()["workers"]
             if {worker["url"]: worker["status"] for worker in known} == expected:
@@ -99,16 +99,19 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             renamed = [{"url": first.url, "id": "renamed"}]
             config.write_text(json.dumps({"workers": renamed, "routing": {"policy": "round_robin"}}))
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30):
                 while [each["id"] for each in (await admin.get("/admin/workers")).json()["workers"]] != ["renamed"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             typo = [{"url": "http://127.0.0.1:9", "id": "renamed"}]
             config.write_text(json.dumps({"workers": typo, "routing": {"policy": "round_robin"}}))
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
-            await asyncio.sleep(0.3)
+            down = "nothing listens at http://127.0.0.1:9/v1/models"
+            async with asyncio.timeout(30):
+                while (await admin.get("/admin/workers")).json()["workers"][0]["reason"] != down:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
             shown = (await admin.get("/admin/workers")).json()["workers"]
             assert [(each["status"], each["leaves_after"], each["reason"]) for each in shown] == [
-                ("down", None, "nothing listens at http://127.0.0.1:9/v1/models"),
+                ("down", None, down),
                 ("ready", ["renamed"], "is off the list and serves until renamed can"),
             ]
             done.set()
@@ -123,7 +126,7 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
 async def test_not_ready_first_then_no_more_then_the_end() -> None:
     """After SIGTERM /readyz says no while new clients are served; a running stream ends whole; exit status 0."""
     async with _workers(1) as (worker,):
-        options = ("--worker", worker.url, "--server.unready-seconds", "0.8")
+        options = ("--worker", worker.url, "--server.unready-seconds", "2")
         async with _router(*options) as running, httpx.AsyncClient(
             base_url=running.words["data"], trust_env=False
         ) as data, httpx.AsyncClient(base_url=running.words["admin"], trust_env=False) as admin:  # fmt: skip
@@ -131,7 +134,7 @@ async def test_not_ready_first_then_no_more_then_the_end() -> None:
             assert (await data.get("/readyz")).status_code == 200
             running.process.send_signal(signal.SIGTERM)
             began = time.monotonic()
-            async with asyncio.timeout(0.7):
+            async with asyncio.timeout(20):
                 while (await data.get("/readyz")).status_code == 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             late = await data.post("/v1/chat/completions", json={**ASK, "stream": True})
@@ -139,4 +142,4 @@ async def test_not_ready_first_then_no_more_then_the_end() -> None:
             assert late.text.endswith("data: [DONE]\n\n")
             status, _ = await asyncio.to_thread(running.wait)
             assert status == 0
-            assert time.monotonic() - began >= 0.8
+            assert time.monotonic() - began >= 2
