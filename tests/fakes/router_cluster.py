@@ -7,11 +7,11 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,23 +22,21 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
+from tests.fakes.ports import reserve
+
 #: Where ``.ci/run`` unpacks Debian's packages.
 _UNPACKED = Path(__file__).parents[2] / "build/debian/redis/usr"
 SERVER = shutil.which("redis-server") or shutil.which("redis-server", path=_UNPACKED / "bin")
 needs_redis = pytest.mark.skipif(SERVER is None, reason="redis-server is missing: apt-get install redis-server")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
 class RedisServer:
     """A redis-server without files of its own, on a port that stays the same over restarts."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        place = reserve()
+        weakref.finalize(self, place.close)
+        self.port: int = place.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,7 +49,7 @@ class RedisServer:
             cwd=tempfile.gettempdir(),
             env=os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, _UNPACKED.glob("lib/*/")))},
         )
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         with self.client() as client:
             while True:
                 try:
@@ -115,7 +113,7 @@ class Cluster:
         self._roles = roles
         self.shims: list[Part] = []
         self.routers: list[Part] = []
-        self.http = httpx.AsyncClient(timeout=30, trust_env=False)
+        self.http = httpx.AsyncClient(timeout=60, trust_env=False)
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -182,11 +180,31 @@ class Cluster:
     async def is_up(self, router: Part) -> bool:
         return await self.metric(router, "shared_state_up") == 1.0
 
+    async def is_down(self, router: Part) -> bool:
+        return await self.metric(router, "shared_state_up") == 0.0
+
     async def ask(self, router: Part, prompt: str, session: str, *, max_tokens: int = 4) -> httpx.Response:
         """One completion."""
         body = {"model": "needle", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         url = router.words["data"] + "/v1/completions"
         return await self.http.post(url, json=body, headers={"x-session-id": session})
+
+    async def takes_home(self, router: Part, prompt: str, session: str, *, like: httpx.Response) -> bool:
+        """Whether it would go by the session's home, and where ``like`` went: news need a moment, which no client that
+        has read its answer leaves them on an idle machine.
+        """
+        body = {"model": "needle", "prompt": prompt, "max_tokens": 4}
+        question = {"body": body, "headers": {"x-session-id": session}, "endpoint": "completions"}
+        answer = await self.http.post(router.words["admin"] + "/admin/explain", json=question)
+        assert answer.status_code == 200, answer.text
+        (attempt,) = answer.json()["attempts"]
+        went = (rank(like), like.headers.get("x-homing-prefill-rank"))
+        return (attempt["rank"], attempt["prefill_rank"], attempt["reason"]) == (*went, "home")
+
+    async def ask_again(self, router: Part, prompt: str, session: str, *, after: httpx.Response) -> httpx.Response:
+        """The next turn at another router, once that knows where the last one went."""
+        await until(lambda: self.takes_home(router, prompt, session, like=after))
+        return await self.ask(router, prompt, session)
 
 
 def rank(answer: httpx.Response) -> str:
@@ -195,7 +213,7 @@ def rank(answer: httpx.Response) -> str:
     return f"{answer.headers['x-homing-worker']}/{answer.headers['x-homing-rank']}"
 
 
-async def until(holds: Callable[[], Any], seconds: float = 15) -> None:
+async def until(holds: Callable[[], Any], seconds: float = 30) -> None:
     """Wait for an awaitable condition; what cannot be asked does not hold."""
     end = time.monotonic() + seconds
     while True:

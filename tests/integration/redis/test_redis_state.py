@@ -30,8 +30,10 @@ from tests.fakes.router_cluster import RedisServer, needs_redis
 pytestmark = needs_redis
 
 R0, R1 = RankId("w", 0), RankId("w", 1)
-PATIENT = 5.0
+PATIENT = 10.0
 """Seconds for an answer of Redis where what it says is tested, and not how soon."""
+LEASE_SECONDS = 4.0
+"""Of news, where nothing is said of their end: longer than a busy machine keeps anybody from telling them."""
 
 
 def session(name: str) -> SessionKey:
@@ -64,10 +66,15 @@ class Replica:
     """One router's fleet of two ranks and its state."""
 
     def __init__(
-        self, server: RedisServer, name: str, *, lookup_seconds: float | None = None, **settings: object
+        self,
+        server: RedisServer,
+        name: str,
+        *,
+        lookup_seconds: float | None = None,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self.metrics = Metrics(CollectorRegistry())
-        shared = SharedSettings(redis_url=server.url, **settings)
+        shared = SharedSettings(redis_url=server.url, lease_seconds=lease_seconds)
         if lookup_seconds is not None:  # the setting allows less
             shared = shared.model_copy(update={"lookup_seconds": lookup_seconds})
         self.state = RedisState(
@@ -105,11 +112,11 @@ class Replica:
 
 
 @contextlib.asynccontextmanager
-async def replica(server: RedisServer, name: str, **settings: object) -> AsyncIterator[Replica]:
+async def replica(server: RedisServer, name: str, **settings: float) -> AsyncIterator[Replica]:
     made = Replica(server, name, **settings)
     running = asyncio.ensure_future(made.state.run(made.fleet, cast("Registry", NoWorkers())))
     try:
-        await until(lambda: made.state.is_up, seconds=5)
+        await until(lambda: made.state.is_up)
         yield made
     finally:
         running.cancel()
@@ -156,10 +163,10 @@ async def test_a_state_that_cannot_ask_yet_is_not_up(
     a = Replica(server, "a")
     running = asyncio.ensure_future(a.state.run(a.fleet, cast("Registry", NoWorkers())))
     try:
-        await until(lambda: a.state._echo_at > 0, seconds=5)
+        await until(lambda: a.state._echo_at > 0)
         assert not a.state.is_up
         is_let.set()
-        await until(lambda: a.state.is_up, seconds=5)
+        await until(lambda: a.state.is_up)
     finally:
         running.cancel()
         await asyncio.wait([running])
@@ -167,6 +174,12 @@ async def test_a_state_that_cannot_ask_yet_is_not_up(
 
 async def test_an_answer_that_has_come_is_read_however_late_the_replica_is(server: RedisServer, client: Redis) -> None:
     """A busy machine keeps the replica from running for ten times its budget: Redis has answered long before."""
+
+    def be_late() -> None:
+        for _ in range(2):  # what was asked before the second of these has been answered
+            client.ping()
+        time.sleep(0.03)
+
     async with replica(server, "a") as a:
         a.bind("s", R1)
         await until(lambda: bool(client.keys("homing:home:*")))
@@ -174,7 +187,7 @@ async def test_an_answer_that_has_come_is_read_however_late_the_replica_is(serve
             asking = asyncio.ensure_future(c.state.look_up("m", session("s")))
             for _ in range(4):
                 await asyncio.sleep(0)  # it is asked
-            asyncio.get_running_loop().call_soon(time.sleep, 0.03)
+            asyncio.get_running_loop().call_soon(be_late)
             await asking
             assert c.home("s") == R1
             assert c.sample("shared_state_lookups_total", result="found") == 1
@@ -225,33 +238,34 @@ async def test_load_is_that_of_all_replicas(server: RedisServer, client: Redis) 
 async def test_a_frozen_redis_costs_a_request_milliseconds_and_load_ends_with_its_lease(
     server: RedisServer, client: Redis
 ) -> None:
-    """The first that asks waits for its budget, those after it not at all; then all is in touch again."""
-    async with replica(server, "a") as a, replica(server, "b") as b:
+    """The first that asks waits for its budget, and not until the connection is given up, those after it not at all;
+    then all is in touch again.
+    """
+
+    def given_up() -> float:
+        return b.sample("shared_state_errors_total", operation="look_up", trouble="slow")
+
+    async with replica(server, "a", lease_seconds=1.0) as a, replica(server, "b", lease_seconds=1.0) as b:
         a.fleet.loads.open(0, prompt_tokens=1, prefill_tokens=1, seconds=1.0, now=time.monotonic())
         await until(lambda: b.inflight() == [1, 0])
         server.send(signal.SIGSTOP)
         try:
-            began = time.monotonic()
             await b.state.look_up("m", session("first"))
-            first = time.monotonic() - began
             await asyncio.sleep(0.01)
-            began = time.monotonic()
             for number in range(100):
                 await b.state.look_up("m", session(f"later {number}"))
-            later = time.monotonic() - began
-            assert first < 0.1
-            assert later < 0.1
+            assert given_up() == 0
             assert b.sample("shared_state_lookups_total", result="late") == 1
             assert b.sample("shared_state_lookups_total", result="skipped") == 100
-            await until(lambda: b.inflight() == [0, 0], seconds=3)
-            assert b.sample("shared_state_up", backend="redis") == 0
+            await until(lambda: b.inflight() == [0, 0])
+            await until(lambda: b.sample("shared_state_up", backend="redis") == 0)
+            await until(lambda: given_up() >= 1)
             b.bind("meanwhile", R1)
         finally:
             server.send(signal.SIGCONT)
-        await until(lambda: a.home("meanwhile") == R1, seconds=5)
-        await until(lambda: b.inflight() == [1, 0], seconds=5)
-        assert b.sample("shared_state_up", backend="redis") == 1
-        assert b.sample("shared_state_errors_total", operation="look_up", trouble="slow") == 1
+        await until(lambda: a.home("meanwhile") == R1)
+        await until(lambda: b.inflight() == [1, 0])
+        await until(lambda: b.sample("shared_state_up", backend="redis") == 1)
 
 
 async def test_what_cannot_be_read_is_counted_and_passed_over(server: RedisServer, client: Redis) -> None:
@@ -289,6 +303,7 @@ async def test_nothing_in_redis_names_a_client_and_everything_ends(server: Redis
 def test_of_two_homes_in_redis_the_one_used_later_stays(client: Redis) -> None:
     """A replica that was cut off tells an old home after a newer one: the newer one stays."""
     key = wire.Names("p").home(b"\x01" * 16)
+    began = time.monotonic()
 
     def bind(rank: int, age_seconds: float) -> bytes:
         home = wire.Home(b"\x01" * 16, "w", rank, 7, age_seconds)
@@ -298,12 +313,13 @@ def test_of_two_homes_in_redis_the_one_used_later_stays(client: Redis) -> None:
     assert bind(0, 5.0) == b"w/0"
     assert bind(1, 9.0) == b"w/0"
     assert bind(2, 2.0) == b"w/2"
-    assert 97_000 < client.pttl(key) <= 98_000
+    left_ms = client.pttl(key)
+    assert 97_000 - 1000 * (time.monotonic() - began) < left_ms <= 98_000
     assert bind(3, 200.0) == b"w/2"
     seconds, microseconds = client.time()
     read = wire.read_home(b"\x01" * 16, client.get(key), now_ms=seconds * 1000 + microseconds // 1000)
     assert (read.worker, read.rank, read.prompt_tokens) == ("w", 2, 7)
-    assert read.age_seconds == pytest.approx(2.0, abs=0.5)
+    assert 1.5 < read.age_seconds < 2.5 + time.monotonic() - began
 
 
 def test_of_two_deeds_on_a_worker_the_later_stays_until_its_lease_ends(client: Redis) -> None:
@@ -319,9 +335,11 @@ def test_of_two_deeds_on_a_worker_the_later_stays_until_its_lease_ends(client: R
 
     assert tell(a=wire.WorkerEntry("configured", 1)) == {"a": wire.WorkerEntry("configured", 1)}
     assert tell(a=wire.WorkerEntry("configured otherwise", 1))["a"].record == "configured"
+    began_ms = time.time() * 1000
     removed = tell(a=wire.WorkerEntry("", None, age_seconds=3.0))["a"]
     assert removed.record == ""
-    assert removed.stamp_ms == pytest.approx(time.time() * 1000 - 3000, abs=1500)
+    assert removed.stamp_ms is not None
+    assert began_ms - 4500 < removed.stamp_ms < time.time() * 1000 - 1500
     assert tell(a=wire.WorkerEntry("configured", 1))["a"] == removed
     added = tell(a=wire.WorkerEntry("again", None))["a"]
     assert added.record == "again"

@@ -128,8 +128,13 @@ async def test_processes_agree_on_both_ranks(pairs: Cluster) -> None:
     for number in range(4):
         session, prompt = f"s{number}", f"{number} " + " ".join(f"key-{word:04d}" for word in range(1_000))
         seen = []
+        answer = None
         for turn in range(4):
-            answer = await pairs.ask(pairs.routers[turn % 2], prompt, session)
+            router = pairs.routers[turn % 2]
+            asking = (
+                pairs.ask_again(router, prompt, session, after=answer) if answer else pairs.ask(router, prompt, session)
+            )
+            answer = await asking
             seen.append((rank(answer), answer.headers.get("x-homing-prefill-rank")))
             assert answer.headers["x-homing-reason"] == ("home" if turn else "cold")
             prompt += " " + " ".join(f"val-{word:04d}" for word in range(700 * turn, 700 * turn + 700))
