@@ -23,7 +23,7 @@ async def turns(count: int) -> None:
 async def is_cancelled(task: asyncio.Task[object]) -> bool:
     """Cancel it and wait for its end."""
     task.cancel()
-    await asyncio.wait([task], timeout=5.0)
+    await asyncio.wait([task], timeout=30.0)
     return task.cancelled()
 
 

@@ -71,7 +71,7 @@ def test_chores_end_without_events(goes: str) -> None:
 
     async def until_done() -> None:
         chores = asyncio.create_task(do_chores(fleet.let_go, log=make_logger(level="error", form="json")))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while registry.get_sample_value("homing_index_used_blocks"):  # noqa: ASYNC110 (it has no event)
                 await asyncio.sleep(0.01)
         chores.cancel()

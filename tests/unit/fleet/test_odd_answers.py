@@ -207,7 +207,7 @@ async def test_snapshots_health_resets_and_tokenizers(body: bytes | httpx.Respon
             await fetch_snapshot(client, URL, "/kv_snapshot")
         assert is_sentence(str(refused.value))
         is_well = isinstance(body, bytes)
-        assert await probe(client, URL, timeout_seconds=1.0) is (Probe.ALIVE if is_well else Probe.UNWELL)
+        assert await probe(client, URL, timeout_seconds=30.0) is (Probe.ALIVE if is_well else Probe.UNWELL)
         info = await describe(client, WorkerSpec(url=URL))
         if is_well:
             await reset_cache(client, info)
@@ -289,6 +289,6 @@ async def test_an_answer_without_end_is_not_read_to_its_end(path: str, monkeypat
                 with pytest.raises(WorkerError, match="answered with more than 16 MiB"):
                     await describe(client, WorkerSpec(url=URL))
             case "/health":
-                assert await probe(client, URL, timeout_seconds=5.0) is Probe.ALIVE
+                assert await probe(client, URL, timeout_seconds=30.0) is Probe.ALIVE
             case _:
                 assert "did not answer with JSON" in (await check(lambda: endless))[1]

@@ -60,7 +60,7 @@ async def test_the_log_names_address_and_cause() -> None:
         )
         fleet = Fleet(RoutingSettings(), metrics, clock=time.monotonic, shared=state)
         running = asyncio.create_task(state.run(fleet, NoWorkers()))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not stream.getvalue():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         running.cancel()

@@ -45,7 +45,7 @@ class Worker:
             httpx.AsyncClient(transport=httpx.MockTransport(handle)),
             url_of=lambda model: "http://w:1/base" if model == "m" else None,
             clock=lambda: self.now,
-            timeout_seconds=0.5,
+            timeout_seconds=30.0,
         )
 
 
@@ -150,7 +150,7 @@ async def test_calls_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         httpx.AsyncClient(transport=httpx.MockTransport(slow)),
         url_of=lambda _: "http://w",
         clock=lambda: 0.0,
-        timeout_seconds=5.0,
+        timeout_seconds=30.0,
     )
     waiting = [asyncio.ensure_future(tokenizer.tokens(chat(), model="m", most_tokens=MOST)) for _ in range(2)]
     await asyncio.sleep(0)
