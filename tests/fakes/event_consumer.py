@@ -25,7 +25,8 @@ from router.wire.kv_events import (
 )
 from tests.fakes.kv_publisher import BLOCK_TOKENS, KvPublisher, stored
 
-TIMES = StreamTimes(replay_idle=0.3, replay_total=5.0, check_quiet=60.0, check_every=60.0, between_asks=0.01)
+#: On no machine is an answer given up that comes, and nothing is asked again, unless a test wants either.
+TIMES = StreamTimes(replay_idle=5.0, replay_total=30.0, check_quiet=60.0, check_every=60.0, between_asks=0.01)
 
 
 class Consumer:
@@ -83,13 +84,13 @@ class Consumer:
                 found.add(number)
         return found
 
-    async def until(self, wanted: set[int], *, slot: int = 0) -> None:
-        """The picture becomes this within a few seconds."""
-        for _ in range(300):
-            if self.holds(slot=slot) == wanted:
+    async def until(self, wanted: set[int], *, slot: int = 0, upto: int = 12) -> None:
+        """The picture becomes this within ten seconds."""
+        for _ in range(500):
+            if self.holds(slot=slot, upto=upto) == wanted:
                 return
             await asyncio.sleep(0.02)
-        assert self.holds(slot=slot) == wanted
+        assert self.holds(slot=slot, upto=upto) == wanted
 
     async def joined(self) -> None:
         """The first replay is over, so that the next one is for what a test does."""

@@ -56,12 +56,13 @@ class KvPublisher:
     async def start(self, *, port: int = 0, replay_port: int = 0) -> EventSource:
         """Bind, retrying while an old publisher still lets go of the ports."""
         for socket, wanted in ((self._live, port), (self._replay, replay_port)):
-            for _ in range(100):
-                try:
-                    socket.bind(f"tcp://127.0.0.1:{wanted or '*'}")
-                    break
-                except zmq.ZMQError:
-                    await asyncio.sleep(0.02)
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        socket.bind(f"tcp://127.0.0.1:{wanted or '*'}")
+                        break
+                    except zmq.ZMQError:
+                        await asyncio.sleep(0.02)
         self._serving = asyncio.create_task(self._serve())
         return EventSource(
             rank=0,
@@ -74,7 +75,7 @@ class KvPublisher:
 
     async def subscribed(self) -> None:
         """Wait until somebody listens."""
-        await asyncio.wait_for(self._live.recv(), 5)
+        await asyncio.wait_for(self._live.recv(), 10)
 
     async def publish(
         self,

@@ -19,6 +19,7 @@ from router.wire.kv_events import (
 )
 from tests.fakes.event_consumer import TIMES, Consumer, joined
 from tests.fakes.kv_publisher import KvPublisher, removed, stored
+from tests.fakes.ports import reserve
 
 
 async def test_a_lost_range_is_replayed(consumer: Consumer, publisher: KvPublisher) -> None:
@@ -65,9 +66,13 @@ async def test_checks_become_rare_while_a_rank_is_idle(consumer: Consumer, publi
     consumer.follow(await publisher.start(), times=replace(TIMES, check_quiet=0.05))
     await publisher.subscribed()
     await publisher.publish(stored(0))
+    await consumer.joined()
     await consumer.until({0})
-    await asyncio.sleep(1.5)
-    assert 3 <= len(publisher.replays) <= 7  # one to join, then after 0.1, 0.2, 0.4, 0.8 and 1.6 seconds
+    asked, begun = len(publisher.replays), asyncio.get_running_loop().time()
+    while len(publisher.replays) < asked + 4:  # noqa: ASYNC110 (no event tells)
+        await asyncio.sleep(0.01)
+    # Pauses of 0.05, 0.1, 0.2 and 0.4 seconds; the first has begun before.
+    assert asyncio.get_running_loop().time() - begun >= 0.7
     await publisher.publish(stored(1))
     await publisher.publish(stored(2), lost=True)
     await consumer.until({0, 1, 2})
@@ -75,9 +80,11 @@ async def test_checks_become_rare_while_a_rank_is_idle(consumer: Consumer, publi
 
 async def test_a_check_without_answer_costs_nothing(consumer: Consumer, publisher: KvPublisher) -> None:
     """The replay socket is silent, the stream whole: what is known stays, what comes counts, one line is logged."""
-    await joined(consumer, publisher, times=replace(TIMES, replay_idle=0.1, check_quiet=0.05, check_every=0.05))
+    await joined(consumer, publisher)
     publisher.answers_replays = False
-    while consumer.count("kv_event_replays", result="failed") < 3:  # noqa: ASYNC110 (a counter has no event)
+    consumer.streams[0]._times = replace(TIMES, replay_idle=0.1)
+    while consumer.count("kv_event_replays", result="failed") < 3:
+        consumer.streams[0].check()
         await asyncio.sleep(0.01)
     assert consumer.holds() == {0}
     await publisher.publish(stored(1))
@@ -124,7 +131,9 @@ async def test_a_new_process_on_the_same_ports_replaces_the_picture(
 ) -> None:
     """The old one's blocks go, also those that no message of the new one mentions."""
     old = KvPublisher(context, epoch=epochs[0])
-    source = await old.start()
+    places = [reserve() for _ in range(2)]
+    port, replay_port = (place.getsockname()[1] for place in places)
+    source = await old.start(port=port, replay_port=replay_port)
     consumer.follow(source)
     await old.subscribed()
     for number in range(3):
@@ -132,8 +141,7 @@ async def test_a_new_process_on_the_same_ports_replaces_the_picture(
     await consumer.until({0, 1, 2})
     await old.stop()
     new = KvPublisher(context, epoch=epochs[1])
-    ports = [int(str(endpoint).rsplit(":", 1)[1]) for endpoint in (source.endpoint, source.replay_endpoint)]
-    await new.start(port=ports[0], replay_port=ports[1])
+    await new.start(port=port, replay_port=replay_port)
     for number in range(5, 9):  # past the old one's number before the connection stands again
         await new.publish(stored(number))
     await consumer.until({5, 6, 7, 8})
@@ -141,12 +149,15 @@ async def test_a_new_process_on_the_same_ports_replaces_the_picture(
     await consumer.until({5, 6, 7, 8, 9})
     assert consumer.count("kv_resyncs", cause="restart") >= 1
     await new.stop()
+    for place in places:
+        place.close()
 
 
 async def test_a_replay_without_answer_gives_up_and_goes_on(consumer: Consumer, publisher: KvPublisher) -> None:
     """The replay socket is silent: nothing from before the gap is believed any more."""
     await joined(consumer, publisher)
     publisher.answers_replays = False
+    consumer.streams[0]._times = replace(TIMES, replay_idle=0.1)
     await publisher.publish(stored(1), lost=True)
     await publisher.publish(stored(2))
     await consumer.until({2})
@@ -231,7 +242,7 @@ async def test_an_index_that_discards_its_picture_is_told_everything_again(
     await publisher.publish(stored(0))
     await consumer.joined()
     await publisher.publish(stored(1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
         while told != [0, 1, "layout", 0, 1]:  # noqa: ASYNC110 (a list has no event)
             await asyncio.sleep(0.01)
     assert publisher.replays[-1] == 0
@@ -329,5 +340,5 @@ async def test_an_event_that_always_fails_is_asked_for_once(
 async def test_an_endpoint_that_is_none_costs_the_worker_nothing(consumer: Consumer) -> None:
     """No host begins like that: the rank's stream ends, with a line of its own, and those beside it go on."""
     consumer.follow(EventSource(rank=0, endpoint="tcp://_a:5557"))
-    await asyncio.wait_for(consumer.tasks.pop(), 5)
+    await asyncio.wait_for(consumer.tasks.pop(), 10)
     assert "cache events cannot be followed" in consumer.log.getvalue()

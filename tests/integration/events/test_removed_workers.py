@@ -45,7 +45,7 @@ async def test_while_its_events_are_waited_for() -> None:
         running = asyncio.create_task(registry.run())
         before = asyncio.all_tasks()
         worker = registry.add(WorkerSpec(url="http://127.0.0.1:1"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             while not worker.streams:  # noqa: ASYNC110 (what is waited for has no event)
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
