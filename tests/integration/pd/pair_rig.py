@@ -89,7 +89,12 @@ class Pairs:
 
     async def until_quiet(self) -> None:
         pools = (*self.prefill.slots, *self.decode.slots)
-        await until(lambda: not any(self.world.fleet.loads.load(slot).inflight for slot in pools))
+        await until(
+            lambda: (
+                not any(self.world.fleet.loads.load(slot).inflight for slot in pools)
+                and not self.world.count("homing_inflight_requests")
+            )
+        )
         self.assert_nothing_left()
 
 

@@ -110,7 +110,7 @@ CASES = (
     Case(
         "prefill is silent",
         (SILENT, LATE),
-        ((0.5, Move.STALL), OK),
+        (SILENT, OK),
         200,
         {"timeout": 1, "ok": 1},
         {"abandoned": 1, "ok": 1},
@@ -121,7 +121,7 @@ CASES = (
     ),
     Case(
         "prefill dies after the first byte",
-        ((0.05, Move.RESET),),
+        ((0.5, Move.RESET),),
         (STREAM,),
         200,
         {"reset": 1},
@@ -302,7 +302,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_either_leg_may_fail(case: Case) -> None:
     """The client is answered by another pair if there is one; the rank at fault alone is held to account for it."""
-    patience = 0.2 if "silent" in case.name else 20.0
+    patience = 1.2 if "silent" in case.name else 20.0
     async with pairs(case.prefill, case.decode, handover=case.handover, first_byte_seconds=patience) as found:
         got = await found.world.ask("s")
         assert got.status == case.status

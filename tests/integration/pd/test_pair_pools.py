@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import pytest
 from pair_rig import DELTA, LATE, PARAMS, RESET, SILENT, Pairs, pairs
 
@@ -72,17 +69,17 @@ async def test_a_pool_without_its_other_half() -> None:
     ],
 )
 async def test_a_client_that_leaves(handover: Handover, prefill: Script, decode: Script) -> None:
-    """Both workers see it within 0.2 seconds, at whatever point, and nothing is left."""
+    """Both workers see it at once, at whatever point, and nothing is left."""
     async with pairs((prefill,), (decode,), handover=handover) as found:
         client = await found.world.connect()
         await client.send({**ASK, "stream": True})
         busy = 1 if prefill is SILENT and handover is Handover.PARAMS else 2
         await until(lambda: len(found.prefill.requests) + len(found.decode.requests) == busy)
-        await asyncio.sleep(0.05)
+        if DELTA in decode:
+            await client.head()
+            assert await client.piece()
         await client.close()
-        left = time.monotonic()
-        await until(lambda: not _at_work(found))
-        assert time.monotonic() - left < 0.2
+        await until(lambda: not _at_work(found), seconds=4)  # before anything else would end them
         await found.until_quiet()
         ends = found.outcomes(found.prefill) | found.outcomes(found.decode)
         assert set(ends) <= {"client_gone", "ok"}
@@ -99,7 +96,7 @@ async def test_the_clients_own_time() -> None:
     """At its end both legs are given up: 504."""
     async with pairs((SILENT,), (SILENT,)) as found:
         client = await found.world.connect()
-        await client.send(ASK, headers={"x-request-timeout": "0.1"})
+        await client.send(ASK, headers={"x-request-timeout": "1"})
         got = await client.answer()
         await client.close()
         assert (got.status, got.error["code"]) == (504, "deadline")
