@@ -78,7 +78,7 @@ def running_shim(*options: str) -> Iterator[ShimProcess]:
 SIM = ("--runner", "sim", "--sim-prefill-rate", "inf", "--sim-decode-step", "1")
 
 
-def wait_until(condition, *, seconds: float = 5.0) -> float:
+def wait_until(condition, *, seconds: float = 20.0) -> float:
     """Poll until true; returns the seconds it took."""
     start = time.monotonic()
     while not condition():

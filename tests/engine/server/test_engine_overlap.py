@@ -30,7 +30,7 @@ from engine_shim.types import (
 class Device:
     """Runs steps one after the other in a thread of its own; each answers with its number."""
 
-    def __init__(self, step: Callable[[int], None] = lambda number: None, *, refuses: int = -1) -> None:
+    def __init__(self, step: Callable[[int], object] = lambda number: None, *, refuses: int = -1) -> None:
         self._step = step
         self._refuses = refuses
         self._thread = ThreadPoolExecutor(1)
@@ -74,7 +74,7 @@ async def test_the_next_step_is_launched_while_one_runs() -> None:
 
 async def test_commands_come_between_two_steps() -> None:
     """A newcomer, an abort and a call are served though the one before them would run for long."""
-    device = Device(lambda number: time.sleep(0.002))
+    device = Device(lambda number: time.sleep(0.002 if number < 20 else 0.05))  # should this thread fall behind
     async with running(device, overlaps=True) as engine:
         long, short = Mailbox(1), Mailbox(1)
         engine.submit(request("long", tokens=150), mailbox=long, index=0)
@@ -160,16 +160,19 @@ async def test_corruption_stops_the_rank_at_once() -> None:
 
 async def test_a_stop_waits_for_what_is_launched() -> None:
     """What runs ends as aborted once both launched steps have landed."""
-    device = Device(lambda number: time.sleep(0.005))
+    go = threading.Event()
+    device = Device(lambda number: number < 2 or go.wait(30))
     async with running(device, overlaps=True) as engine:
         box = Mailbox(1)
         engine.submit(request("a", tokens=150), mailbox=box, index=0)
-        await box.take()
+        async with asyncio.timeout(10):
+            while len(device.launched) < 4:  # noqa: ASYNC110 - polls what another thread changes
+                await asyncio.sleep(0.005)
         engine.stop()
+        assert engine.load == 1
+        go.set()
         assert (await read_all(box))[-1].finish is FinishReason.ABORT
-        launched = len(device.launched)
-        await asyncio.sleep(0.03)
-        assert len(device.launched) == launched < 20
+        assert (len(device.launched), device.in_flight) == (4, 0)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class DamagedScheduler(Scheduler):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - polls what another thread changes
             await asyncio.sleep(0.005)
 
@@ -107,7 +107,7 @@ async def test_a_failing_runner_fails_the_rank() -> None:
 
     def explode() -> None:
         enter.set()
-        leave.wait(5)
+        leave.wait(30)
         raise RuntimeError("device lost")
 
     async with running(StepRunner(explode)) as engine:
@@ -117,7 +117,7 @@ async def test_a_failing_runner_fails_the_rank() -> None:
         enter.clear()
         boxes = [Mailbox(1), Mailbox(1)]
         engine.submit(request("a"), mailbox=boxes[0], index=0)
-        await asyncio.to_thread(enter.wait, 5)
+        await asyncio.to_thread(enter.wait, 30)
         engine.submit(request("b"), mailbox=boxes[1], index=0)  # still in the queue when the thread ends
         waiting = asyncio.create_task(engine.reset_cache())
         await asyncio.sleep(0)
@@ -203,9 +203,9 @@ async def test_a_failed_rank_is_unhealthy_and_others_serve() -> None:
 
 async def test_stopping_ends_what_runs() -> None:
     """A stop ends running requests as aborted, after the present step."""
-    async with running(StepRunner(lambda: time.sleep(0.01))) as engine:
+    async with running(StepRunner(lambda: time.sleep(0.05))) as engine:
         box = Mailbox(1)
-        engine.submit(request("a", tokens=100), mailbox=box, index=0)
+        engine.submit(request("a", tokens=190), mailbox=box, index=0)
         await box.take()
         engine.stop()
         assert (await read_all(box))[-1].finish is FinishReason.ABORT
@@ -214,21 +214,22 @@ async def test_stopping_ends_what_runs() -> None:
 
 async def test_abort_ends_within_a_step() -> None:
     """An aborted request takes part in no step after the present one, and its neighbour goes on."""
-    steps = []
+    steps: list[set[str]] = []
 
-    def step() -> None:
-        steps.append(None)
-        time.sleep(0.01)
+    class Noting(StepRunner):
+        def run(self, batch: Batch) -> list[Sampled]:
+            steps.append({chunk.request.id for chunk in batch.chunks})
+            return super().run(batch)
 
-    async with running(StepRunner(step)) as engine:
+    async with running(Noting(lambda: time.sleep(0.01))) as engine:
         gone, stays = Mailbox(1), Mailbox(1)
         engine.submit(request("gone", tokens=60), mailbox=gone, index=0)
         engine.submit(request("stays", tokens=40, prompt=(9, 8, 7)), mailbox=stays, index=0)
         await gone.take()
         engine.abort("gone")
         at = len(steps)
-        await until(lambda: engine.load == 1)
-        assert len(steps) - at <= 2
+        await until(lambda: engine.load <= 1)
+        assert sum("gone" in step for step in steps[at:]) <= 1  # one that was scheduled, and had not begun
         assert sum(len(delta.tokens) for delta in await read_all(stays)) == 40
         engine.abort("gone")  # ended already: nothing happens
         engine.abort("never was")

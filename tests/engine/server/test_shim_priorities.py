@@ -8,8 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from shim_process import SIM, metric, running_shim, wait_until
+from test_shim_events import Listener
 
 from engine_shim.types import SchedulingPolicy
+from router.wire.kv_events import BlockStored, decode_batch, decode_sources
+
+#: A page of a prompt that no other begins like.
+PROMPTS = {
+    name: [300 + 20 * number + token for token in range(20)]
+    for number, name in enumerate(("begun", "first", "second", "third", "last"))
+}
 
 
 @pytest.fixture(scope="module", params=list(SchedulingPolicy))
@@ -25,14 +33,12 @@ def shim(request: pytest.FixtureRequest) -> Iterator[tuple[SchedulingPolicy, htt
 def test_requests_are_served_by_priority_where_the_shim_goes_by_it(
     shim: tuple[SchedulingPolicy, httpx.Client],
 ) -> None:
-    """Four wait behind a long one: body, header over body, no number in the header, nothing at all."""
+    """Four wait behind one that never ends: body, header over body, no number in the header, nothing at all."""
     policy, client = shim
-    ended: list[str] = []
 
-    def ask(name: str, tokens: int, fields: dict[str, int], headers: dict[str, str]) -> None:
-        body = {"prompt": name, "max_tokens": tokens, "ignore_eos": True, **fields}
+    def ask(name: str, fields: dict[str, int], headers: dict[str, str]) -> None:
+        body = {"prompt": PROMPTS[name], "max_tokens": 2, **fields}
         assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
-        ended.append(name)
 
     waiting = [
         ("third", {}, {}),
@@ -40,17 +46,33 @@ def test_requests_are_served_by_priority_where_the_shim_goes_by_it(
         ("first", {"priority": 9}, {"X-Vllm-Priority": "-7"}),
         ("second", {"priority": -6}, {}),
     ]
-    with ThreadPoolExecutor(5) as pool:
-        asked = [pool.submit(ask, "begun", 1500, {"priority": 99}, {})]
-        wait_until(lambda: metric(client, "vllm:num_requests_running") == 1)
-        for count, (name, fields, headers) in enumerate(waiting, start=1):
-            asked.append(pool.submit(ask, name, 60, fields, headers))
-            wait_until(lambda count=count: metric(client, "vllm:num_requests_waiting") == count)
+    long = {"prompt": PROMPTS["begun"], "max_tokens": 16_000, "ignore_eos": True, "stream": True, "priority": 99}
+    with ThreadPoolExecutor(4) as pool:
+        asked = []
+        with client.stream("POST", "/v1/completions", json=long) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            next(lines)
+            for count, (name, fields, headers) in enumerate(waiting, start=1):
+                asked.append(pool.submit(ask, name, fields, headers))
+                wait_until(lambda count=count: metric(client, "vllm:num_requests_waiting") == count)
         for each in asked:
             each.result()
     by_priority = ["begun", "first", "second", "third", "last"]
     by_arrival = ["begun", *(name for name, _, _ in waiting)]
-    assert ended == (by_priority if policy is SchedulingPolicy.PRIORITY else by_arrival)
+    assert served(client) == (by_priority if policy is SchedulingPolicy.PRIORITY else by_arrival)
+
+
+def served(client: httpx.Client) -> list[str]:
+    """Whose prompts were computed, in their order, by the shim's own word: its events."""
+    (source,) = decode_sources(client.get("/kv_event_sources").json())
+    names = {tokens[0]: name for name, tokens in PROMPTS.items()}
+    order: dict[str, None] = {}
+    for _, _, payload in Listener(None, source.replay_endpoint, []).replay(0):
+        for event in decode_batch(payload).events:
+            if isinstance(event, BlockStored) and event.token_ids and event.token_ids[0] in names:
+                order[names[event.token_ids[0]]] = None
+    return list(order)
 
 
 @pytest.mark.parametrize("priority", ["soon", 1.5, 1 << 63, -(1 << 63) - 1])
