@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,19 +16,14 @@ import httpx
 import pytest
 import yaml
 
-DEADLINE_SECONDS = 30.0
+from tests.fakes.ports import reserve
+
+DEADLINE_SECONDS = 100.0
 
 T = TypeVar("T")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
+@contextlib.contextmanager
 def running(*command: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process with its output in a file; asked to end afterwards, and made to if it will not."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOMING_")}
@@ -61,9 +55,12 @@ def eventually(ask: Callable[[], T | None], what: str, process: subprocess.Popen
 def admin_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """host:port of a running router's admin plane. Its only worker does not exist."""
     output = tmp_path_factory.mktemp("router") / "output"
-    worker = f"http://127.0.0.1:{free_port()}"
-    command = (sys.executable, "-m", "router.cli", "router", "--worker", worker, "--port", "0", "--admin-port", "0")
-    with running(*command, output=output) as process:
+    ports = ("--port", "0", "--admin-port", "0")
+    with contextlib.ExitStack() as stack:
+        nobody = stack.enter_context(reserve())
+        worker = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        command = (sys.executable, "-m", "router.cli", "router", "--worker", worker, *ports)
+        process = stack.enter_context(running(*command, output=output))
 
         def ready() -> str | None:
             found = re.search(r"^homing router ready .*admin=http://(\S+)", output.read_text(), re.MULTILINE)
@@ -75,7 +72,7 @@ def admin_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def prometheus_api(
     prometheus: str, deploy: Path, admin_address: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Any]]:
+) -> Iterator[Callable[..., Any]]:
     """Asks a Prometheus that runs `deploy/prometheus/prometheus.yml`, pointed at the router, in quicker steps."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((deploy / "prometheus/prometheus.yml").read_text())
@@ -86,7 +83,8 @@ def prometheus_api(
     config["scrape_configs"] = [router_job]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
 
-    output, address = folder / "output", f"127.0.0.1:{free_port()}"
+    place = reserve()
+    output, address = folder / "output", f"127.0.0.1:{place.getsockname()[1]}"
     command = (
         prometheus,
         f"--config.file={folder / 'prometheus.yml'}",
@@ -94,10 +92,14 @@ def prometheus_api(
         f"--web.listen-address={address}",
         "--log.level=warn",
     )
-    with running(*command, output=output) as process, httpx.Client(base_url=f"http://{address}/api/v1") as client:
+    with (
+        place,
+        running(*command, output=output) as process,
+        httpx.Client(base_url=f"http://{address}/api/v1", timeout=20) as client,
+    ):
 
-        def ask(path: str) -> Any:
-            """The first answer that is not empty."""
+        def ask(path: str, is_good: Callable[[Any], bool] = bool) -> Any:
+            """The first answer that is as it should be: by default not empty."""
 
             def once() -> Any:
                 try:
@@ -107,32 +109,41 @@ def prometheus_api(
                 if answer.is_server_error:  # still loading
                     return None
                 data = answer.raise_for_status().json()["data"]
-                return data.get("result", data) or None
+                found = data.get("result", data)
+                return found if is_good(found) else None
 
             return eventually(once, f"answer to {path}", process, output)
 
         yield ask
 
 
-def test_the_router_is_a_healthy_target(prometheus_api: Callable[[str], Any]) -> None:
+def test_the_router_is_a_healthy_target(prometheus_api: Callable[..., Any]) -> None:
     """Prometheus reaches the router under the job name that the rules know, and stores its series."""
     (sample,) = prometheus_api('query?query=up{job="homing-router"} == 1')
     assert sample["value"][1] == "1"
     (build,) = prometheus_api("query?query=homing_build_info")
     assert build["metric"]["version"]
-    targets = prometheus_api("targets")["activeTargets"]
-    assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")]
+
+    def is_up(found: Any) -> bool:
+        return [(target["health"], target["lastError"]) for target in found["activeTargets"]] == [("up", "")]
+
+    prometheus_api("targets", is_up)  # in the end: a scrape may have taken too long on a busy machine
 
 
-def test_the_rules_run_without_error(prometheus_api: Callable[[str], Any]) -> None:
+def test_the_rules_run_without_error(prometheus_api: Callable[..., Any]) -> None:
     """Every rule of `rules.yml` is loaded and evaluates against the router's real series."""
-    prometheus_api('query?query=ALERTS{alertname="HomingNoWorker"}')  # by then every group has been evaluated
-    rules = [rule for group in prometheus_api("rules")["groups"] for rule in group["rules"]]
+
+    def of(found: Any) -> list[Any]:
+        return [rule for group in found["groups"] for rule in group["rules"]]
+
+    prometheus_api('query?query=ALERTS{alertname="HomingNoWorker"}')
+    rules = of(prometheus_api("rules", lambda found: all(rule["health"] != "unknown" for rule in of(found))))
     assert len(rules) == 19
     assert {rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"} == {}
 
 
-def test_a_router_without_a_worker_raises_the_alarm(prometheus_api: Callable[[str], Any]) -> None:
-    """With its only worker down, `HomingNoWorker` is pending (its minute has not passed) and clients would get 503."""
+def test_a_router_without_a_worker_raises_the_alarm(prometheus_api: Callable[..., Any]) -> None:
+    """With its only worker down, `HomingNoWorker` is pending until its minute has passed; clients would get 503."""
     (alert,) = prometheus_api('query?query=ALERTS{alertname="HomingNoWorker"}')
-    assert (alert["metric"]["alertstate"], alert["metric"]["severity"]) == ("pending", "critical")
+    assert alert["metric"]["alertstate"] in ("pending", "firing")
+    assert alert["metric"]["severity"] == "critical"

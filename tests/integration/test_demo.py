@@ -68,8 +68,19 @@ def test_who_is_told_to_end_waits_for_nobody_to_be_ready(tmp_path: Path) -> None
     """Ctrl-C while a process starts, which would take ten minutes: it is ended at once."""
     starting = HomingProcess("starting", (), logs=tmp_path)
     starting._command = (sys.executable, "-c", "import time; time.sleep(600)")
-    ctrl_c = threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-    ctrl_c.start()
-    with pytest.raises(KeyboardInterrupt), processes([starting]):
-        pass
+    main = threading.get_ident()
+
+    def ctrl_c() -> None:
+        while starting._process is None:
+            time.sleep(0.01)
+        time.sleep(0.2)  # by then it is most likely waited for
+        signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background jobs ignore it
+    try:
+        threading.Thread(target=ctrl_c, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt), processes([starting]):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert starting.has_ended

@@ -21,6 +21,7 @@ from loadtest.report import summarise
 from loadtest.types import Conversation, Session, Subagent, Turn, conversations, limit_turns
 from loadtest.words import WORDS
 from tests.fakes.openai_server import PAGE_TOKENS, FakeServer, Fault
+from tests.fakes.proxy_rig import until
 
 PLAN = ReplayPlan(model="fake", lanes=3, scale_time=Fraction(0), error_budget_ratio=1.0)
 WORKLOAD = replace(AGENT_WORKLOAD, spawning_share=1.0, subagent_groups=LogNormal(1, 0.1, 1, 2))
@@ -122,8 +123,8 @@ async def test_each_kind_of_trouble_is_counted_as_what_it_is() -> None:
         11: Fault.RESET_MIDWAY,
     }
     async with FakeServer(fault=faults.get) as server:
-        log = await play(server, [growing_session(14)], replace(PLAN, lanes=1), silence_seconds=0.3)
-        await asyncio.sleep(0.05)
+        log = await play(server, [growing_session(14)], replace(PLAN, lanes=1), silence_seconds=1.5)
+        await until(lambda: server.disconnects == 1)
     report = summarise(log)
     assert report.requests == len(server.bodies) == 14
     assert report.errors_by_kind == {
@@ -133,7 +134,6 @@ async def test_each_kind_of_trouble_is_counted_as_what_it_is() -> None:
     assert report.first_token_seconds.count == 7
     assert report.error_examples["frame"] == "the engine broke"
     assert report.error_examples["pushback"] == "HTTP 429: refused 1"
-    assert server.disconnects == 1
 
 
 async def test_a_rejected_turn_ends_its_conversation_only() -> None:
@@ -177,9 +177,10 @@ async def test_first_token_and_token_times_are_what_the_server_waited() -> None:
     async with FakeServer(first_token_seconds=0.12, token_seconds=0.03) as server:
         log = await play(server, [session], replace(PLAN, scale_tokens=Fraction(1, 8)))
     report = summarise(log)
-    assert 0.12 <= report.first_token_seconds.p50 < 0.3
+    total_seconds = log.exchanges[0].answer.total_seconds
+    assert 0.12 <= report.first_token_seconds.p50 < total_seconds - 0.15
     assert report.inter_token_seconds.count == 7  # eight tokens
-    assert 0.029 <= report.inter_token_seconds.p50 < 0.1
+    assert 0.029 <= report.inter_token_seconds.p50 < (total_seconds - 0.12) / 4  # four are no shorter
 
 
 async def test_the_parent_waits_for_joined_subagents_and_not_for_others() -> None:
@@ -208,19 +209,18 @@ async def test_gaps_are_capped_then_scaled() -> None:
     async with FakeServer() as server:
         log = await play(server, [session], replace(PLAN, scale_time=Fraction(1, 100), gap_cap_seconds=30.0))
     first, second = log.exchanges
-    assert 0.29 < second.sent_seconds - first.sent_seconds - first.answer.total_seconds < 0.6
+    assert 0.29 < second.sent_seconds - first.sent_seconds - first.answer.total_seconds < 5
 
 
 async def test_stopping_cuts_what_is_in_flight_and_reports_what_was_done() -> None:
     """At the end of the duration open requests are closed, counted as cut, and no error."""
     async with FakeServer(fault=lambda number: Fault.SILENCE if number >= 2 else None) as server:
-        log = await play(server, [growing_session(9)], replace(PLAN, lanes=1, max_seconds=0.5))
-        await asyncio.sleep(0.05)
+        log = await play(server, [growing_session(9)], replace(PLAN, lanes=1, max_seconds=1.5))
+        await until(lambda: server.disconnects == 1)
     report = summarise(log)
     assert log.stopped is Stop.DURATION
     assert (report.requests, report.cancelled, report.errors) == (3, 1, 0)
-    assert server.disconnects == 1
-    assert log.duration_seconds < 2
+    assert log.duration_seconds < 15  # no silence was waited out
 
 
 async def test_the_error_budget_ends_the_run() -> None:
@@ -329,16 +329,15 @@ async def test_ctrl_c_reports_what_was_done() -> None:
     silent: Callable[[int], Fault | None] = lambda number: Fault.SILENCE if number >= 3 else None  # noqa: E731
     async with FakeServer(fault=silent) as server:
         process = await _command("--url", server.url, "--sessions", "1", "--scale-time", "0", "--json", "-")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await server.received(4)
         process.send_signal(signal.SIGINT)
-        output, _ = await asyncio.wait_for(process.communicate(), 10)
-        await asyncio.sleep(0.05)
+        output, _ = await asyncio.wait_for(process.communicate(), 30)
+        await until(lambda: server.disconnects == 1)
     report = json.loads(output)
     assert process.returncode == 130
     assert report["stopped"] == "interrupted"
     assert (report["requests"], report["cancelled"], report["errors"]) == (4, 1, 0)
-    assert server.disconnects == 1
 
 
 async def test_nobody_at_the_address_is_said_plainly() -> None:
