@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import struct
+import weakref
 from collections import Counter
 from typing import Final, cast
 
@@ -39,10 +40,15 @@ class FaultyWorker:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Listen, on the port of the last time if there was one."""
+        """Listen, on the port of the last time if there was one: nobody else is given it in between."""
+        if not self.port:
+            place = socket.socket()
+            weakref.finalize(self, place.close)
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind(("127.0.0.1", 0))
+            self.port = place.getsockname()[1]
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
         """Stop listening and reset every connection, as the end of a process does."""

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import socket
+
+import pytest
+
+from loadtest.faulty_worker import FaultyWorker
 from loadtest.soak import Plan, soak
+
+
+async def test_a_dead_worker_keeps_its_port() -> None:
+    """Of the many connections that are made meanwhile none is given it, and it comes back there."""
+    worker = FaultyWorker(reset_ratio=0.0, rng=random.Random(1))
+    await worker.start()
+    port = worker.port
+    await worker.kill()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    await worker.start()
+    assert worker.port == port
+    await worker.kill()
 
 
 async def test_no_answer_is_lost_or_doubled_and_nothing_is_left() -> None:
