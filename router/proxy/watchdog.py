@@ -7,15 +7,17 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
-#: A loop that comes so much too late has not run. What it was to wait for may lie in a socket, and has so long to be
-#: read: a machine that stood still for a moment is no reason to give all up whose time was over then.
+#: A loop that did not run looks at its timers before its sockets, where what was waited for may lie. It has a moment to
+#: be read, and a longer one after a delay that shows: that a machine stood still is no reason to give all up whose time
+#: was over then.
+READING_SECONDS: Final = 0.02
 _LATE_SECONDS: Final = 0.05
-_READING_SECONDS: Final = 0.25
+LONG_READING_SECONDS: Final = 0.25
 
 
 class Watchdog:
-    """Calls ``expired`` once the time set has passed, a little later where the loop did not run when it did. Moving the
-    deadline later costs an assignment, not a timer.
+    """Calls ``expired`` once the time set has passed, and all that has come by then could be read. Moving the deadline
+    later costs an assignment, not a timer.
     """
 
     __slots__ = ("_armed_for", "_deadline", "_expired", "_extended", "_handle", "_loop")
@@ -25,7 +27,7 @@ class Watchdog:
         self._expired = expired
         self._deadline = inf
         self._armed_for = inf
-        #: The last deadline that took the place of one that was met too late.
+        #: The last deadline by which what had come before another one should be read.
         self._extended = inf
         self._handle: asyncio.TimerHandle | None = None
 
@@ -64,11 +66,12 @@ class Watchdog:
         self._handle = None
         self._armed_for = inf
         now = self._loop.time()
-        if self._deadline + _LATE_SECONDS < now and self._deadline != self._extended:
-            self._deadline = self._extended = now + _READING_SECONDS
-            self._arm()
-        elif self._deadline <= now:
-            self._deadline = inf
-            self._expired()
-        elif self._deadline < inf:
+        if self._deadline <= now:
+            if self._deadline == self._extended:
+                self._deadline = inf
+                self._expired()
+                return
+            is_late = self._deadline + _LATE_SECONDS < now
+            self._deadline = self._extended = now + (LONG_READING_SECONDS if is_late else READING_SECONDS)
+        if self._deadline < inf:
             self._arm()
