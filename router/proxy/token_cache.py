@@ -274,7 +274,7 @@ def _chain_keys(path: Sequence[_Node], chain: Chain, tokens: array[int]) -> arra
     """Keys of all whole blocks of ``tokens``, which begin with those of ``path``: known ones taken, new ones kept."""
     keys: array[int] = array("Q")
     size, parent = chain
-    for node in path[1:]:
+    for node in path:
         own = node.keys.get(chain)
         if own is None:
             own = node.keys[chain] = array("Q")

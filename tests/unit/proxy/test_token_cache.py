@@ -210,6 +210,22 @@ def test_a_plain_prompt_keeps_the_ids_that_the_tokenizer_adds() -> None:
             assert list(prompt.keys[chain]) == block_keys(expected, block_tokens=chain.block_tokens, parent=chain.seed)
 
 
+def test_blocks_of_a_plain_prompts_opening_are_keyed_once() -> None:
+    """SGLang's pages of one token: the id that the tokenizer puts first fills one, and a fork moves none."""
+    tokenizer = trained("gpt4-lines")
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    opening = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=opening)
+    ours = PromptTokenizer(tokenizer, None)
+    said = [f"<|im_start|>{number} {filler(30, seed=number)}<|im_end|>" for number in range(6)]
+    for which in ((0, 1, 2, 3), (0, 1, 4), (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 2, 5), (4,)):
+        text = "".join(said[number] for number in which)
+        draft = ours.start(InferenceRequest(Endpoint.COMPLETIONS, "m", False, None, {}, b"", prompt=text))
+        assert draft is not None
+        ids = tokenizer.encode(text).ids
+        assert list(draft.finish([Chain(1, 3)]).keys[Chain(1, 3)]) == block_keys(ids, block_tokens=1, parent=3)
+
+
 def test_what_is_used_outlives_what_is_not() -> None:
     """A system prompt shared by conversations that come and go stays known, with its keys."""
     tokenizer, cutter = tokenizer_of("needle"), cutter_of("needle")
