@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import TracebackType
 
+from tests.fakes.ports import reserve
+
 
 class Move(Enum):
     """A step of a script that sends nothing."""
@@ -90,8 +92,9 @@ class FaultWorker:
 
     async def __aenter__(self) -> FaultWorker:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._place = reserve()  # nobody else is given the port when it has stopped listening
+        self.port = self._place.getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
         self._changed = asyncio.Event()
         return self
 
@@ -99,6 +102,7 @@ class FaultWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.close()
+        self._place.close()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

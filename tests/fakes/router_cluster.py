@@ -213,7 +213,7 @@ def rank(answer: httpx.Response) -> str:
     return f"{answer.headers['x-homing-worker']}/{answer.headers['x-homing-rank']}"
 
 
-async def until(holds: Callable[[], Any], seconds: float = 30) -> None:
+async def until(holds: Callable[[], Any], seconds: float = 60) -> None:
     """Wait for an awaitable condition; what cannot be asked does not hold."""
     end = time.monotonic() + seconds
     while True:

@@ -64,7 +64,7 @@ def test_a_bad_key_file_refuses_to_start(tmp_path: Path) -> None:
     keys.write_text(f"keys: [{{tenant: a, key: {OLD_KEY}, role: admin}}]")
     command = [sys.executable, "-m", "router.cli", "router", "--port", "0", "--admin-port", "0"]
     run = subprocess.run(
-        [*command, "--auth.keys-file", str(keys)], capture_output=True, text=True, timeout=30, check=False
+        [*command, "--auth.keys-file", str(keys)], capture_output=True, text=True, timeout=100, check=False
     )
     assert run.returncode == 2
     assert run.stderr.startswith("homing router: the key file ")

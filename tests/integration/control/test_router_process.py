@@ -85,8 +85,8 @@ def router(*arguments: str) -> Iterator[tuple[Running, httpx.Client, httpx.Clien
     ports = ("--port", "0", "--admin-port", "0", "--probes.interval-seconds", "0.2")
     with (
         homing("router", *ports, *arguments) as running,
-        httpx.Client(base_url=running.words["data"], timeout=20) as data,
-        httpx.Client(base_url=running.words["admin"], timeout=20) as admin,
+        httpx.Client(base_url=running.words["data"], timeout=60) as data,
+        httpx.Client(base_url=running.words["admin"], timeout=60) as admin,
     ):
         yield running, data, admin
 
@@ -108,7 +108,7 @@ def reserved(*ports: str) -> Iterator[None]:
         yield
 
 
-def until(holds: Callable[[], bool], seconds: float = 15) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "did not become true in time"
@@ -164,7 +164,7 @@ def test_a_taken_port_is_told_in_one_line(option: str) -> None:
         port = str(taken.getsockname()[1])
         other = "--admin-port" if option == "--port" else "--port"
         command = [sys.executable, "-m", "router.cli", "router", option, port, other, "0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         f"homing router: cannot listen on 127.0.0.1:{port}: the port is in use; choose another with {option}\n"

@@ -43,6 +43,10 @@ async def _router(*arguments: str) -> AsyncIterator[Running]:
         await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
+def _door(running: Running, name: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=running.words[name], trust_env=False, timeout=30)
+
+
 def _write(file: Path, *workers: FaultyWorker, policy: str) -> None:
     file.write_text(json.dumps({"workers": [worker.url for worker in workers], "routing": {"policy": policy}}))
 
@@ -50,7 +54,7 @@ def _write(file: Path, *workers: FaultyWorker, policy: str) -> None:
 async def _ready(admin: httpx.AsyncClient, *workers: FaultyWorker) -> None:
     """Wait until these workers and no others are known and ready."""
     expected = {worker.url: "ready" for worker in workers}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             known = (await admin.get("/admin/workers")).json()["workers"]
             if {worker["url"]: worker["status"] for worker in known} == expected:
@@ -63,9 +67,11 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
     config = tmp_path / "router.yaml"
     async with _workers(3) as (first, second, third):
         _write(config, first, second, policy="affinity")
-        async with _router("--config", str(config)) as running, httpx.AsyncClient(
-            base_url=running.words["data"], trust_env=False
-        ) as data, httpx.AsyncClient(base_url=running.words["admin"], trust_env=False) as admin:  # fmt: skip
+        async with (
+            _router("--config", str(config)) as running,
+            _door(running, "data") as data,
+            _door(running, "admin") as admin,
+        ):
             await _ready(admin, first, second)
             statuses: list[int] = []
             done = asyncio.Event()
@@ -99,14 +105,14 @@ async def test_workers_and_policy_change_under_load(tmp_path: Path) -> None:
             renamed = [{"url": first.url, "id": "renamed"}]
             config.write_text(json.dumps({"workers": renamed, "routing": {"policy": "round_robin"}}))
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while [each["id"] for each in (await admin.get("/admin/workers")).json()["workers"]] != ["renamed"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             typo = [{"url": "http://127.0.0.1:9", "id": "renamed"}]
             config.write_text(json.dumps({"workers": typo, "routing": {"policy": "round_robin"}}))
             assert (await admin.post("/admin/reload")).json() == {"complaints": []}
             down = "nothing listens at http://127.0.0.1:9/v1/models"
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while (await admin.get("/admin/workers")).json()["workers"][0]["reason"] != down:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             shown = (await admin.get("/admin/workers")).json()["workers"]
@@ -127,9 +133,7 @@ async def test_not_ready_first_then_no_more_then_the_end() -> None:
     """After SIGTERM /readyz says no while new clients are served; a running stream ends whole; exit status 0."""
     async with _workers(1) as (worker,):
         options = ("--worker", worker.url, "--server.unready-seconds", "2")
-        async with _router(*options) as running, httpx.AsyncClient(
-            base_url=running.words["data"], trust_env=False
-        ) as data, httpx.AsyncClient(base_url=running.words["admin"], trust_env=False) as admin:  # fmt: skip
+        async with _router(*options) as running, _door(running, "data") as data, _door(running, "admin") as admin:
             await _ready(admin, worker)
             assert (await data.get("/readyz")).status_code == 200
             running.process.send_signal(signal.SIGTERM)

@@ -198,11 +198,11 @@ async def test_nothing_listening_is_told_in_a_sentence() -> None:
 
 async def test_http_where_https_was_said_is_told_in_a_sentence() -> None:
     """It listens, but speaks without TLS; seen at the first look and by probes."""
-    async with ControlWorker({}) as worker, httpx.AsyncClient() as client:
+    async with ControlWorker({}) as worker, httpx.AsyncClient(timeout=1.0) as client:
         url = worker.url.replace("http://", "https://")
         with pytest.raises(WorkerError, match=f"^the TLS handshake with {url}/v1/models failed; is it http\\?$"):
             await describe(client, WorkerSpec(url=url))
-        assert await probe(client, url, timeout_seconds=5) is Probe.NO_TLS
+        assert await probe(client, url, timeout_seconds=1) is Probe.NO_TLS
 
 
 async def test_a_certificate_of_nobody_is_told_in_a_sentence(tmp_path: Path) -> None:

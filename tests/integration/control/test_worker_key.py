@@ -25,7 +25,10 @@ OLD, NEW = "worker-key-1", "worker-key-2"
 
 async def _status(running: Running, wanted: str) -> str:
     """Wait until the only worker has this status; the reason it gives."""
-    async with httpx.AsyncClient(base_url=running.words["admin"], trust_env=False) as admin, asyncio.timeout(15):
+    async with (
+        httpx.AsyncClient(base_url=running.words["admin"], trust_env=False, timeout=30) as admin,
+        asyncio.timeout(60),
+    ):
         while True:
             (worker,) = (await admin.get("/admin/workers")).json()["workers"]
             if worker["status"] == wanted:
@@ -39,7 +42,7 @@ def _authorizations(request: Received) -> list[str]:
 
 
 async def _ask(running: Running) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=running.words["data"], trust_env=False) as data:
+    async with httpx.AsyncClient(base_url=running.words["data"], trust_env=False, timeout=30) as data:
         return await data.post("/v1/chat/completions", json=ASK, headers={"authorization": "Bearer a-clients-own"})
 
 

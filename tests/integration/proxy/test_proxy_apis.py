@@ -132,7 +132,7 @@ def broken(events: list[bytes]) -> Script:
 async def claude(it: Rig, *, key: str = "sk-a") -> AsyncIterator[anthropic.AsyncAnthropic]:
     """Anthropic's client against the router; it tries once."""
     async with anthropic.AsyncAnthropic(
-        api_key=key, base_url=f"http://127.0.0.1:{it.port}", max_retries=0, timeout=5
+        api_key=key, base_url=f"http://127.0.0.1:{it.port}", max_retries=0, timeout=30
     ) as client:
         yield client
 
@@ -141,7 +141,7 @@ async def claude(it: Rig, *, key: str = "sk-a") -> AsyncIterator[anthropic.Async
 async def gpt(it: Rig, *, key: str = "sk-a") -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client against the router; it tries once."""
     async with openai.AsyncOpenAI(
-        api_key=key, base_url=f"http://127.0.0.1:{it.port}/v1", max_retries=0, timeout=5
+        api_key=key, base_url=f"http://127.0.0.1:{it.port}/v1", max_retries=0, timeout=30
     ) as client:
         yield client
 

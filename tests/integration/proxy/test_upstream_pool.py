@@ -41,7 +41,7 @@ class Reader:
 async def test_a_connection_that_was_paused_to_the_end_serves_the_next_request() -> None:
     """Its client was slow to read the last piece. The next client's answer is read as if nothing had been."""
     pool = UpstreamPool(UpstreamSettings())
-    async with FaultWorker([(answer(200, b"first"),), (answer(200, b"second"),)]) as worker, asyncio.timeout(5):
+    async with FaultWorker([(answer(200, b"first"),), (answer(200, b"second"),)]) as worker, asyncio.timeout(20):
         connection = await pool.connect(target(worker.port))
         for body in (b"first", b"second"):
             assert isinstance(connection, UpstreamConnection)
@@ -72,7 +72,7 @@ async def test_the_kernel_asks_after_workers() -> None:
     silence the kernel asks on the connection itself.
     """
     pool = UpstreamPool(UpstreamSettings())
-    async with FaultWorker() as worker, asyncio.timeout(5):
+    async with FaultWorker() as worker, asyncio.timeout(20):
         assert isinstance(await pool.connect(target(worker.port)), UpstreamConnection)
         [(timer, left)] = timers(worker.port)
         assert timer == KEEPALIVE_TIMER
