@@ -83,8 +83,9 @@ async def learn_from_worker(
     """
     assert worker.info is not None
     parents = _parents(worker.info)
-    for adapter in parents:
-        brain.set_adapter(adapter)
+    if worker.info.engine is not Engine.SGLANG:  # which computes an adapter's name alone as the model below it
+        for adapter in parents:
+            brain.set_adapter(adapter)
     unknown = [
         model
         for model in worker.info.models
@@ -110,8 +111,6 @@ async def learn_from_worker(
 
 
 def _parents(info: WorkerInfo) -> dict[str, str]:
-    """Adapters (LoRA) by their model, as vLLM lists them. SGLang's events do not tell them apart."""
-    if info.engine is Engine.SGLANG:
-        return {}
+    """The models of adapters (LoRA), as engines list them."""
     told = ((name, card.get("parent")) for name, card in info.cards.items())
     return {name: parent for name, parent in told if isinstance(parent, str) and parent in info.models}

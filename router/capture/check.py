@@ -18,7 +18,7 @@ from router.capture.format import Capture, Frame, Reset, Sent
 from router.capture.restarts import noticed_restarts
 from router.core.continuity import advance
 from router.core.continuity_types import Apply, Clear, Continuity, Damaged, Event, Load, Message, Restarted
-from router.core.types import RankId, RankStatus
+from router.core.types import Engine, RankId, RankStatus
 from router.errors import NoWorker
 from router.fleet.fleet import Fleet
 from router.fleet.target import Target
@@ -111,7 +111,7 @@ class _Replay:
         self._capture = capture
         self._leases: dict[int, Lease] = {}
         requests = capture.requests or ()
-        models = frozenset({request.model for request in requests} or {""})
+        models = _served(capture)
         ranks = sorted({0, *(frame.rank for frame in capture.frames), *(request.rank or 0 for request in requests)})
         metrics = Metrics(CollectorRegistry())
         settings = RoutingSettings()
@@ -119,7 +119,7 @@ class _Replay:
         self._brain = RouterBrain(self._fleet, settings=settings, metrics=metrics)
         for model in models:
             self._fleet.set_geometry(model, capture.geometry)
-        for adapter in capture.adapters:
+        for adapter in capture.adapters if capture.engine is not Engine.SGLANG else ():
             self._brain.set_adapter(adapter)
         self._slots: dict[int, int] = {}
         for rank in ranks:
@@ -180,7 +180,7 @@ class _Replay:
         if not request.prompt or rank is None:
             return
         prepared = self._brain.prepare_tokens(
-            request.model,
+            self._brain.resolve(request.model).model,
             request.prompt,
             fields=request.fields,
             most_tokens=request.most_tokens,
@@ -250,6 +250,19 @@ def _probed(frames: Sequence[Frame], rank: int) -> Sequence[BlockStored]:
         if isinstance(event, BlockStored) and (known is None or event.block_tokens > known.block_tokens):
             groups[event.group] = event
     return list(groups.values())
+
+
+def _served(capture: Capture) -> frozenset[str]:
+    """The models that were asked for, without the adapters that SGLang's clients name behind a colon."""
+    names = {request.model for request in capture.requests or ()} or {""}
+    if capture.engine is not Engine.SGLANG:
+        return frozenset(names)
+    adapters = tuple(f":{adapter}" for adapter in capture.adapters)
+    served = set()
+    for name in names:
+        base = next((name.removesuffix(each) for each in adapters if name.endswith(each)), name.partition(":")[0])
+        served.add(base if base in names or name.endswith(adapters) else name)
+    return frozenset(served)
 
 
 def _groups(frames: Sequence[Frame]) -> Sequence[Group]:

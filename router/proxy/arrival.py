@@ -186,8 +186,8 @@ class Arrival:
     def _ready(self, prepared: Prepared) -> None:
         outbound = self._outbound
         assert outbound is not None
-        if prepared.model != outbound.inference.model:  # an alias
-            outbound.inference = openai.with_model(outbound.inference, prepared.model)
+        if prepared.told_model != outbound.inference.model:  # an alias
+            outbound.inference = openai.with_model(outbound.inference, prepared.told_model)
         self._held = prepared
         if not self._wait(prepared, outbound, frozenset()):
             self._send()

@@ -128,7 +128,7 @@ class RouterBrain(Models):
 
     async def _keyed(self, request: InferenceRequest, headers: Mapping[str, str], *, tenant: str) -> PreparedRequest:
         """Who asks, and for what."""
-        model = self.resolve(request.model)
+        model, _, told_model = self.resolve(request.model)
         session = self._session(request, headers, tenant=tenant)
         if session is not None and self._fleet.shared.is_shared:
             await self._fleet.shared.look_up(model, session, in_pairs=self.makes_pairs)
@@ -156,6 +156,7 @@ class RouterBrain(Models):
             most_tokens=request.max_tokens,
             is_whole=request.fields.get("ignore_eos") is True,
             is_streamed=request.stream,
+            told_model=told_model,
         )
         if tokens is not None and prompt is not None:
             prepared.know_keys(prompt.keys)

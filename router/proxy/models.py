@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from router.core.types import Engine
 from router.errors import NotFound, NoWorker
 from router.fleet.fleet import Fleet
 from router.fleet.target import ModelCard
@@ -24,6 +25,14 @@ _INLINE_CHARS: Final = 8 * 1024
 _SHORT_CHARS: Final = 256 * 1024
 #: Names in errors are no longer than this.
 _SHOWN_CHARS: Final = 256
+
+
+class Named(NamedTuple):
+    """What a client means by a model's name: the model, an adapter (LoRA) over it or "", and what workers call both."""
+
+    model: str
+    adapter: str
+    told: str
 
 
 class Census(NamedTuple):
@@ -60,6 +69,7 @@ class Models:
         #: By model, as of one version of the fleet's view.
         self._contexts: dict[str, list[int]] = {}
         self._most_tokens: dict[str, int] = {}
+        self._are_sglang: dict[str, bool] = {}
         self._contexts_version = -1
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
@@ -144,26 +154,49 @@ class Models:
 
     def _contexts_of(self, model: str) -> list[int]:
         """Of the ranks that say."""
-        version = self._fleet.view.version
-        if version != self._contexts_version:
-            self._contexts, self._most_tokens, self._contexts_version = {}, {}, version
+        self._renew()
         if model not in self._contexts:
             told = (card.get("max_model_len") for card in self._cards_of(model))
             self._contexts[model] = [tokens for tokens in told if isinstance(tokens, int)]
         return self._contexts[model]
 
+    def _is_sglang(self, model: str) -> bool:
+        """SGLang alone serves it, which has ways of its own to ask for an adapter."""
+        self._renew()
+        if model not in self._are_sglang:
+            engines = {member.target.engine for member in self._fleet.members() if model in member.models}
+            self._are_sglang[model] = engines == {Engine.SGLANG}
+        return self._are_sglang[model]
+
+    def _renew(self) -> None:
+        """Forget what was found of another view of the fleet."""
+        version = self._fleet.view.version
+        if version != self._contexts_version:
+            self._contexts, self._most_tokens, self._are_sglang, self._contexts_version = {}, {}, {}, version
+
     def _names(self) -> list[str]:
         models = self.models()
         return sorted({*models, *(alias for alias, model in self._aliases.items() if model in models)})
 
-    def resolve(self, name: str) -> str:
-        """The model a client means. Raises ``NotFound``, or ``NoWorker`` while no worker has ever been up."""
+    def resolve(self, name: str) -> Named:
+        """What a client means. Raises ``NotFound``, or ``NoWorker`` while no worker has ever been up."""
         model = self._aliases.get(name, name)
-        if model not in self._fleet.models:
-            if not self._fleet.models:
-                raise NoWorker(str(self._census()))
-            raise _no_such_model(name)
-        return model
+        if model in self._fleet.models:
+            return Named(model, "", model)
+        if (named := self._with_adapter(name)) is not None:
+            return named
+        if not self._fleet.models:
+            raise NoWorker(str(self._census()))
+        raise _no_such_model(name)
+
+    def _with_adapter(self, name: str) -> Named | None:
+        """``model:adapter``, as SGLang's clients ask for an adapter. A model's own name may have colons."""
+        names = (base for base in (*self._fleet.models, *self._aliases) if name.startswith(base + ":"))
+        base = max((base for base in names if self._is_sglang(self._aliases.get(base, base))), key=len, default=None)
+        if base is None:
+            return None
+        model, adapter = self._aliases.get(base, base), name[len(base) + 1 :].strip()
+        return Named(model, adapter, f"{model}:{adapter}" if adapter else model)
 
     # --- keys -----------------------------------------------------------------------------------------
 
@@ -221,14 +254,27 @@ class Models:
 
     def seeds(self, model: str, fields: Mapping[str, object]) -> tuple[int, int | None]:
         """Roots of a prompt's chain: of its own, and without the extra key. Other adapters and salts share nothing."""
-        indexes = self._fleet.indexes(model)
-        is_adapter = model in self._adapters or (len(indexes) > 0 and any(model in one.adapters for one in indexes))
-        adapter = model if is_adapter else ""
+        adapter = self._adapter(model, fields)
         salt, extra = fields.get("cache_salt"), fields.get("extra_key")
         if not isinstance(salt, str):
             salt = ""
         plain = namespace_seed(adapter, salt)
         return (namespace_seed(adapter, salt, extra), plain) if extra and isinstance(extra, str) else (plain, None)
+
+    def _adapter(self, model: str, fields: Mapping[str, object]) -> str:
+        """What the model is computed with; "" for itself. SGLang computes a model that has an adapter's name alone as
+        the model below it.
+        """
+        if model in self._adapters:
+            return model
+        if self._is_sglang(model):
+            name, path = fields.get("model"), fields.get("lora_path")
+            if isinstance(name, str) and self._aliases.get(name, name) != model:
+                named = self._with_adapter(name)
+                if named is not None and named.adapter:
+                    return named.adapter
+            return path if isinstance(path, str) else ""
+        return model if any(model in one.adapters for one in self._fleet.indexes(model)) else ""
 
 
 def _no_such_model(name: str) -> NotFound:

@@ -42,6 +42,7 @@ class PreparedRequest:
         "text_keys",
         "tokenize_seconds",
         "tokens",
+        "told_model",
     )
 
     def __init__(
@@ -58,8 +59,11 @@ class PreparedRequest:
         most_tokens: int | None = None,
         is_whole: bool = False,
         is_streamed: bool = True,
+        told_model: str = "",
     ) -> None:
         self.model = model
+        #: What workers call it, and an adapter over it if it is that which the client asks for.
+        self.told_model = told_model or model
         self.session = session
         self.tokens = tokens
         self.prompt_tokens = prompt_tokens

@@ -120,6 +120,10 @@ class Prepared(Protocol):
     def model(self) -> str: ...
 
     @property
+    def told_model(self) -> str:
+        """What workers are told that is asked for: the model, or an adapter over it."""
+
+    @property
     def is_splittable(self) -> bool:
         """Attempts may have a prefill leg."""
 

@@ -77,6 +77,7 @@ class FakeLease:
 @dataclass(frozen=True)
 class FakePrepared:
     model: str
+    told_model: str
     is_splittable: bool = False
 
 
@@ -103,7 +104,7 @@ class FakeBrain:
             raise ZeroDivisionError
         if request.model not in ("m", "alias"):
             raise NotFound(f"The model '{request.model}' does not exist.", code="model_not_found", param="model")
-        return FakePrepared("m")
+        return FakePrepared("m", "m")
 
     def hold(self, prepared: FakePrepared, go: Callable[[], None], *, exclude: frozenset[int] = frozenset()) -> None:
         """Nothing is held."""

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from router.core.types import Engine
-from router.errors import ConfigError
+from router.errors import ConfigError, NotFound
 from router.fleet.worker import Worker
 from router.fleet.worker_api import WorkerInfo
 from router.settings import ModelSpec, WorkerSpec
@@ -68,17 +68,15 @@ def worker(*cards: dict[str, Any], engine: Engine) -> Worker:
 CARDS = ({"id": "m", "parent": None}, {"id": "ad", "parent": "m"}, {"id": "odd", "parent": ["m"]}, {"id": "lost"})
 
 
-@pytest.mark.parametrize(("engine", "has"), [(Engine.VLLM, True), (Engine.SGLANG, False)])
-async def test_a_worker_tells_whose_adapter_a_model_is(engine: Engine, has: bool) -> None:
-    """As vLLM lists its adapters. SGLang's events do not tell them apart, so they stay as they are."""
+@pytest.mark.parametrize(("engine", "is_apart"), [(Engine.VLLM, True), (Engine.SGLANG, False)])
+async def test_a_worker_tells_whose_adapter_a_model_is(engine: Engine, is_apart: bool) -> None:
+    """It has that model's tokenizer. By its name alone SGLang computes that model itself."""
     world = world_of("m", "ad", "odd", "lost", engine=engine)
     use_local(world.brain, [ModelSpec(name="m", tokenizer=NEEDLE)], LOG)
     async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404))) as client:
         await learn_from_worker(worker(*CARDS, engine=engine), world.brain, client, LOG)
-    assert {name for name in ("m", "ad", "odd", "lost") if world.brain.has_tokenizer(name)} == (
-        {"m", "ad"} if has else {"m"}
-    )
-    assert (world.brain.seeds("ad", {}) != world.brain.seeds("m", {})) is has
+    assert [name for name in ("m", "ad", "odd", "lost") if world.brain.has_tokenizer(name)] == ["m", "ad"]
+    assert (world.brain.seeds("ad", {}) != world.brain.seeds("m", {})) is is_apart
 
 
 @pytest.mark.parametrize(
@@ -111,3 +109,56 @@ async def test_an_odd_configuration_costs_the_tokenizer_alone(config: dict[str, 
             refusal = ""
     assert world.brain.has_tokenizer("m") is not bool(refusal)
     assert len(refusal) < 1000
+
+
+async def test_an_adapter_of_sglangs_is_asked_for_beside_its_model() -> None:
+    """As ``model:adapter``, whatever colons and other names the model has, or in ``lora_path``; the former counts."""
+    world = world_of("m", "s3://a/m", engine=Engine.SGLANG)
+    models = [ModelSpec(name="m", tokenizer=NEEDLE, aliases=("alias",)), ModelSpec(name="s3://a/m", tokenizer=NEEDLE)]
+    use_local(world.brain, models, LOG)
+    brain = world.brain
+    for name, told in {
+        "m": ("m", "", "m"),
+        "alias": ("m", "", "m"),
+        "m:ad": ("m", "ad", "m:ad"),
+        "m: ad ": ("m", "ad", "m:ad"),
+        "m:a:d": ("m", "a:d", "m:a:d"),
+        "m:": ("m", "", "m"),
+        "alias:ad": ("m", "ad", "m:ad"),
+        "s3://a/m": ("s3://a/m", "", "s3://a/m"),
+        "s3://a/m:ad": ("s3://a/m", "ad", "s3://a/m:ad"),
+    }.items():
+        assert brain.resolve(name) == told
+    for name in ("n:ad", ":ad", "s3://a/m2:ad", ":" * 1_000_000):
+        with pytest.raises(NotFound):
+            brain.resolve(name)
+    plain, own = brain.seeds("m", {"model": "m"}), brain.seeds("m", {"model": "m:ad"})
+    assert own != plain
+    assert brain.seeds("m", {"model": "alias:ad"}) == own
+    assert brain.seeds("m", {"model": "m", "lora_path": "ad"}) == own
+    assert brain.seeds("m", {"model": "m:ad", "lora_path": "other"}) == own
+    assert brain.seeds("m", {"model": "m", "lora_path": ["ad"]}) == plain
+    assert brain.seeds("m", {"model": "m:"}) == plain
+
+
+async def test_an_adapters_blocks_are_found_on_sglang() -> None:
+    """What asks for the adapter's name alone is computed by its model there, although workers list that name."""
+    world = world_of("m", "ad", engine=Engine.SGLANG)
+    use_local(world.brain, [ModelSpec(name="m", tokenizer=NEEDLE), ModelSpec(name="ad", tokenizer=NEEDLE)], LOG)
+    prepared = await world.prepare(TEXT, model="m:ad")
+    assert prepared.tokens is not None
+    assert (prepared.model, prepared.told_model) == ("m", "m:ad")
+    event = BlockStored((1, 2, 3), None, prepared.tokens[:48], 16, lora_name="ad")
+    world.fleet.apply(world.slots[0], EventBatch(0.0, (event,)), now=world.now)
+    assert [await reusable(world, model) for model in ("m:ad", "m", "ad", "m:other")] == [48, 0, 0, 0]
+
+
+@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SHIM])
+async def test_other_engines_know_no_adapter_behind_a_colon(engine: Engine) -> None:
+    """Nor ``lora_path``; where another engine serves the model as well, neither counts."""
+    for engines in ((engine,), (Engine.SGLANG, engine)):
+        world = World(ranks=0, tokens=False)
+        world.slots = [world.add(f"w{number}", engine=each) for number, each in enumerate(engines)]
+        with pytest.raises(NotFound):
+            world.brain.resolve("m:ad")
+        assert world.brain.seeds("m", {"model": "m", "lora_path": "ad"}) == world.brain.seeds("m", {"model": "m"})

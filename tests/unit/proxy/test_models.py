@@ -121,7 +121,7 @@ def test_while_no_worker_has_been_up_clients_are_told_how_many_there_are(census:
         world.models.resolve("m")
     assert caught.value.message == sentence
     world.add("a")
-    assert world.models.resolve("m") == "m"
+    assert world.models.resolve("m") == ("m", "", "m")
     with pytest.raises(NotFound):
         world.models.resolve("other")
 
