@@ -13,6 +13,7 @@ import pytest
 
 from router.core.keys import Key, Keyring, Role, digest_of
 from router.errors import ConfigError
+from router.proxy import server
 from router.settings import ServerSettings, UpstreamSettings
 from router.tls import Certificate
 from tests.fakes.certificates import make_certificate, trusting
@@ -317,10 +318,11 @@ async def test_connections_beyond_the_limit_are_turned_away(total: int, per_addr
             await client.close()
 
 
-async def test_no_more_than_a_few_who_are_turned_away_are_waited_for() -> None:
+async def test_no_more_than_a_few_who_are_turned_away_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its answer such a connection stays open for what the client may still be sending. A flood of them would
     take every file there is: 64 may stay, the others are closed with the answer.
     """
+    monkeypatch.setattr(server, "_LINGER_SECONDS", 30.0)
     loop = asyncio.get_running_loop()
     async with rig(server=ServerSettings(port=0, max_connections=1)) as it, AsyncExitStack() as stack:
         first = await it.connect()

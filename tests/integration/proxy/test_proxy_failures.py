@@ -9,6 +9,7 @@ from types import FunctionType
 
 import pytest
 
+from router.proxy import upstream
 from router.proxy.upstream import UpstreamPool
 from router.settings import UpstreamSettings
 from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, answer, chunk, event, stream_head
@@ -215,6 +216,13 @@ async def test_events_that_end_their_lines_as_http_does_are_counted() -> None:
     assert json.loads(answer_.body.split(b"data: ")[-1])["sequence_number"] == 2
 
 
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept connection counts as closed before a request reached it for longer than a machine stands still."""
+    monkeypatch.setattr(upstream, "_STALE_SECONDS", 30.0)
+
+
+@pytest.mark.usefixtures("stale")
 async def test_kept_connection_closed_by_the_worker() -> None:
     """A request that meets a closing kept connection is sent again on a new one: one attempt, nothing seen."""
     async with FaultWorker([OK, (Move.RESET,), OK]) as worker, rig(target(worker.port)) as it:
@@ -226,6 +234,7 @@ async def test_kept_connection_closed_by_the_worker() -> None:
         assert worker.connections == 2
 
 
+@pytest.mark.usefixtures("stale")
 async def test_kept_connections_are_asked_again_once() -> None:
     """A request that workers die of at once looks like one on closed connections: it is sent once more, not at each."""
     dies: Script = (Move.RESET,)
