@@ -105,6 +105,11 @@ def is_good_stream(head: AnswerHead) -> bool:
     return head.status < 400 and is_stream(head)
 
 
+def begins_well(head: AnswerHead, begins: bytes) -> bool:
+    """The answer is no error, nor begins with one: its prompt has been computed."""
+    return head.status < 400 and error_told(begins, is_streamed=is_stream(head)) is None
+
+
 def show_head(exchange: Exchange, head: AnswerHead, lines: bytes, *, length: int | None) -> None:
     """Let the client have the head of its answer, and ``lines`` that say where it comes from; where it is too late for
     headers, these as a comment.

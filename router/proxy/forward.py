@@ -15,6 +15,7 @@ from router.fleet.target import Target
 from router.proxy.answers import (
     REFUSALS,
     Refusal,
+    begins_well,
     error_of,
     is_stream,
     outcome_of,
@@ -226,7 +227,7 @@ class Forwarding:
                 self.on_body = self._collect
             else:
                 self._exchange.stop_comments()
-                self.on_body = self._relay = self._start(head, length)
+                self.on_body = self._relay = self._start(head, length, begins)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever it is, the client gets an answer
             self._crash(error)
 
@@ -263,8 +264,7 @@ class Forwarding:
         each request: it may have read it and died of it.
         """
         asks_again = failure.is_stale and self._asks_again
-        if asks_again:
-            self._asks_again = False
+        self._asks_again &= not asks_again
         return asks_again
 
     # --- a refusal ------------------------------------------------------------------------------
@@ -275,8 +275,7 @@ class Forwarding:
         assert self._connection is not None
         if not self._refusal.add(data):
             self._connection.close()
-            cause = "the worker's error was too long to be kept"
-            self.on_end(Failure(outcome_of(self._refusal.head.status), cause))
+            self.on_end(Failure(outcome_of(self._refusal.head.status), "the worker's error was too long to be kept"))
 
     def _refused(self, refusal: Refusal, failure: Failure | None) -> None:
         self._refusal = None
@@ -290,7 +289,7 @@ class Forwarding:
 
     # --- an answer ------------------------------------------------------------------------------
 
-    def _start(self, head: AnswerHead, length: int | None) -> Relay:
+    def _start(self, head: AnswerHead, length: int | None, begins: bytes) -> Relay:
         exchange, client, attempt = self._exchange, self._exchange.client, self._attempt
         assert attempt is not None
         assert exchange.endpoint is not None
@@ -301,7 +300,7 @@ class Forwarding:
         exchange.status = head.status
         if exchange.trace is not None:
             exchange.trace.first_byte()
-        if head.status < 400:
+        if begins_well(head, begins):
             attempt.lease.first_byte(relay.generated_tokens)
             if relay.is_stream:
                 seconds = relay.began_seconds - exchange.started_seconds
@@ -377,7 +376,8 @@ class Forwarding:
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
-        self._close_attempt(outcome)
+        told = relay.error if relay is not None and relay.is_stream else None  # as clients leave who are told one
+        self._close_attempt(outcome if told is None else outcome_of(told.status))
         if relay is None:
             exchange.fail(error)
         else:

@@ -167,7 +167,9 @@ class Leases:
     ) -> None:
         now, fleet, member, prepared = self.clock(), self._fleet, lease.member, lease.prepared
         is_prefill = member.is_prefill
-        fleet.loads.close(lease.claim, now=now, is_computed=outcome not in COMPUTED_NOTHING)
+        # What has begun to come was computed, whatever is told in the middle of it.
+        is_computed = outcome not in COMPUTED_NOTHING or not lease.claim.waiting
+        fleet.loads.close(lease.claim, now=now, is_computed=is_computed)
         if fleet.knows(member):
             fleet.breakers.ended(member.slot, outcome.verdict, ranks=len(fleet.view.ranks), now=now)
             if outcome is Outcome.CONNECT:

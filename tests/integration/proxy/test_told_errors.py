@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -70,3 +71,37 @@ async def test_a_whole_answer_that_is_an_error_has_failed(document: object, outc
         assert it.brain.outcomes == [outcome]
     assert answer_.status == 200
     assert json.loads(answer_.body) == document
+
+
+REFUSED = event({"error": {"message": "m", "code": 400}})
+DOCUMENT = {"error": {"message": "m", "code": 400}}
+
+
+@pytest.mark.parametrize(
+    ("script", "first_bytes"),
+    [
+        ((stream_head(), chunk(REFUSED), 0.01, chunk(DONE), b"0\r\n\r\n"), 0),
+        ((answer(200, json.dumps(DOCUMENT).encode()),), 0),
+        ((answer(200, json.dumps({"error": None}).encode()),), 1),
+        ((stream_head(), chunk(DELTA), 0.01, chunk(REFUSED + DONE), b"0\r\n\r\n"), 1),
+    ],
+)
+async def test_an_answer_that_begins_with_an_error_is_no_first_token(script: Script, first_bytes: int) -> None:
+    """A prompt that is refused in an instant tells nothing of how fast prompts are computed."""
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        await it.ask({**ASK, "stream": True})
+        assert [lease.first_bytes for lease in it.brain.leases] == [first_bytes]
+
+
+async def test_a_client_that_leaves_when_it_is_told_of_an_error_does_not_hide_it() -> None:
+    """The worker takes its time to end a stream that has failed; clients raise the error at once."""
+    script: Script = (stream_head(), chunk(DELTA), 0.01, chunk(event({"error": {"message": "m"}})), asyncio.Event())
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send({**ASK, "stream": True})
+        await client.head()
+        while b"error" not in (await client.piece() or b"error"):
+            pass
+        await client.close()
+        await it.until_quiet()
+        assert it.brain.outcomes == ["server_error"]

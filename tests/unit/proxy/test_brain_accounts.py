@@ -73,6 +73,22 @@ async def test_without_a_whole_answer_nothing_is_compared(outcome: Outcome, usag
     assert world.fleet.member(0).trust.ratio == 1.0
 
 
+@pytest.mark.parametrize("outcome", [Outcome.PUSHBACK, Outcome.CLIENT_ERROR])
+async def test_what_fails_in_the_middle_was_work(outcome: Outcome) -> None:
+    """A refusal before the first token is no work for the rank; with one its prompt had been computed."""
+    world = World(ranks=1)
+    load = world.fleet.member(0).load
+    refused = (await world.ask(prompt_of(100))).lease
+    sent_seconds = load.recent_seconds
+    refused.close(outcome, None)
+    assert load.recent_seconds == pytest.approx(0)
+
+    begun = (await world.ask(prompt_of(100, start=500))).lease
+    begun.first_byte()
+    begun.close(outcome, None)
+    assert load.recent_seconds == pytest.approx(sent_seconds)
+
+
 async def test_what_a_whole_answer_takes_is_no_speed() -> None:
     """It is there a minute after its prompt should have been computed: most of that it was generated. A stream's first
     token at twice its time tells of a slower rank."""
