@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import HealthCheck, settings
@@ -17,3 +18,9 @@ profile = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
 settings.load_profile(profile)
 if profile == "random":  # making a failure small takes longer than a test may; cut short it would be called flaky
     os.environ.setdefault("PYTEST_TIMEOUT", "0")
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made stays: with torch and transformers, a million objects that no collection frees."""
+    gc.collect()
+    gc.freeze()
