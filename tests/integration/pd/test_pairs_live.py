@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from router.wire.kv_events import BlockStored, decode_snapshot
 from tests.integration.control.test_router_process import Running, homing, router, until, workers
 
 SHIM = ("shim", "--port", "0", "--kv-events-port", "0", "--replay-port", "0")
 SIM = (*SHIM, "--runner", "sim", "--sim-prefill-rate", "20000", "--sim-decode-step", "2", "--transfer-rate", "200000")
+pytestmark = pytest.mark.timeout(300)  # five processes start for each
 PREFILL = ("--role", "prefill", "--bootstrap-port", "0")
 DECODE = ("--role", "decode")
 
@@ -33,6 +34,18 @@ class Pairs:
     def sum(self, name: str, **labels: str) -> float:
         """Samples of a metric of the router, added up."""
         return _sum(self.admin.get("/metrics").text, name, labels)
+
+    def is_known(self) -> bool:
+        """The router has heard of all blocks of full attention that the shims hold."""
+        for worker in workers(self.admin):
+            for rank in worker["ranks"]:
+                number = rank["rank"].rpartition("/")[2]
+                told = httpx.get(f"{worker['url']}/kv_snapshot?dp_rank={number}", timeout=20).content
+                events = decode_snapshot(told).batch.events
+                held = sum(len(event.hashes) for event in events if isinstance(event, BlockStored) and not event.group)
+                if rank["resident_blocks"] != held:
+                    return False
+        return True
 
 
 def _sum(text: str, name: str, labels: dict[str, str]) -> float:
@@ -118,7 +131,7 @@ def _turns(found: Pairs, session: str, *, turns: int, words: int) -> list[tuple[
                 cached,
             )
         )
-        time.sleep(0.25)
+        until(lambda: found.sum("homing_rank_inflight_requests") == 0 and found.is_known())
     return seen
 
 
@@ -152,7 +165,7 @@ def test_a_prefill_worker_dies_in_mid_load() -> None:
                 found.prefill[0].process.send_signal(signal.SIGKILL)
             words = " ".join(f"w{number}x{each}" for each in range(150))
             body = {"model": "needle", "prompt": words, "max_tokens": 4}
-            answer = found.data.post("/v1/completions", json=body, timeout=30)
+            answer = found.data.post("/v1/completions", json=body, timeout=60)
             return answer.status_code, answer.headers.get("x-homing-prefill-rank", "").rpartition("/")[0]
 
         with ThreadPoolExecutor(8) as pool:
@@ -161,7 +174,7 @@ def test_a_prefill_worker_dies_in_mid_load() -> None:
         assert {name for _, name in answers[:20]} >= set(names)
         assert names[0] not in {name for _, name in answers[-20:]}
         until(lambda: found.sum("homing_rank_inflight_requests") == 0)
-        assert found.sum("homing_attempts_total", outcome="ok", worker=names[1]) >= 20
+        assert names[1] in {name for _, name in answers[30:]}
 
 
 def test_all_prefill_workers_gone() -> None:
@@ -169,6 +182,6 @@ def test_all_prefill_workers_gone() -> None:
     with pairs(SIM, dp_size=1) as found:
         found.prefill[0].process.send_signal(signal.SIGKILL)
         body = {"model": "needle", "prompt": "a b c " * 200, "max_tokens": 2}
-        until(lambda: sum(worker["status"] == "ready" for worker in workers(found.admin)) == 1, seconds=15)
-        answer = found.data.post("/v1/completions", json=body, timeout=30)
+        until(lambda: sum(worker["status"] == "ready" for worker in workers(found.admin)) == 1, seconds=60)
+        answer = found.data.post("/v1/completions", json=body, timeout=60)
         assert (answer.status_code, answer.headers["x-homing-reason"]) == (200, "degraded")
