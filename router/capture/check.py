@@ -68,6 +68,9 @@ class Report:
     clears: int
     groups: Sequence[Group]
     verdicts: Sequence[Verdict] | None
+    #: Answered requests that say too little: no token ids of their prompts, or nothing of what was reused.
+    without_ids: int = 0
+    without_counts: int = 0
 
     @property
     def exact(self) -> int:
@@ -91,6 +94,7 @@ def check(capture: Capture) -> Report:
     for at, happen in _in_order(replay, capture):
         replay.now = at
         happen()
+    whole = [request for request in capture.requests or () if not request.is_failed and not request.is_cut]
     return Report(
         name=capture.name,
         frames=len(capture.frames),
@@ -98,6 +102,8 @@ def check(capture: Capture) -> Report:
         clears=replay.clears,
         groups=_groups(capture.frames),
         verdicts=replay.verdicts if capture.requests is not None else None,
+        without_ids=sum(not request.prompt for request in whole),
+        without_counts=sum(bool(request.prompt) and request.cached_tokens is None for request in whole),
     )
 
 

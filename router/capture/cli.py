@@ -48,6 +48,7 @@ _LOAD = {
     "seed": "decides all of the load",
     "patience_seconds": "a worker that is away for longer ends the recording",
 }
+_COUNTS = "vLLM tells them with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
 _GEOMETRY = 'what no event says: {"attention_chunk_size": N, "eagle": true, "lora_modules": {"NAME": "PATH"}}'
 
 
@@ -130,6 +131,10 @@ def _lines(reports: Sequence[Report], *, is_verbose: bool) -> list[str]:
         lines.append(f"{report.name:<{width}}  {counts}  {groups or 'none'}")
         if report.damaged:
             lines.append(f"{'':<{width}}  {report.damaged} messages could not be decoded")
+        if report.without_ids:
+            lines.append(f"{'':<{width}}  not judged, for want of the prompt's token ids: {report.without_ids}")
+        if report.without_counts:
+            lines.append(f"{'':<{width}}  not judged, for want of cached_tokens: {report.without_counts} ({_COUNTS})")
         if is_verbose:
             lines += [
                 f"    {verdict.at_seconds:9.3f}s rank {verdict.rank} {verdict.tag or 'request'}: "

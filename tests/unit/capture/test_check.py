@@ -77,6 +77,7 @@ def test_the_readme_counts_what_the_table_does() -> None:
         ("own-vllm-gemma3-bytes", 92, 91),
         ("own-vllm-gemma3-restart", 91, 90),
         ("own-vllm-qwen3-lora", 78, 77),
+        ("own-sglang-qwen3-lora", 105, 105),
         ("own-vllm-qwen3next-blocks160", 82, 81),
         ("own-vllm-qwen3next-retention", 76, 75),
         ("own-vllm-qwen3-full-pool", 82, 77),

@@ -66,6 +66,20 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path, capsys: pytest.Capture
     assert judged(written(tmp_path, "\ufeff" + lines(FRAME), "\ufeff" + lines(REQUEST)), capsys) == (1, 1)
 
 
+def test_requests_that_say_too_little_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither predicted nor passed over in silence, but for those that failed or were cut off."""
+    no_ids = {name: value for name, value in REQUEST.items() if name != "prompt_token_ids"}
+    no_counts = {**REQUEST, "response": {"usage": {"prompt_tokens": 5}}}
+    failed, cut = {**no_ids, "status": 500}, {**no_ids, "kind": "aborted"}
+    path = written(tmp_path, lines(FRAME), lines(REQUEST, no_ids, no_ids, no_counts, failed, cut))
+    assert check_events([str(path)]) == 0
+    ids, counts = capsys.readouterr().out.splitlines()[2:]
+    assert ids.strip() == "2 more do not tell the token ids of their prompts"
+    assert counts.strip().startswith(
+        "1 more do not tell what was reused: has vLLM --enable-prompt-tokens-details, SGLang"
+    )
+
+
 @pytest.mark.parametrize("salt", ['"\\ud800"', '"\\uDFFFa"', '"\\ud83d\\ude00"'])
 def test_halves_of_characters_in_a_salt(tmp_path: Path, capsys: pytest.CaptureFixture[str], salt: str) -> None:
     """JSON can write them. The request is another tenant's, so that nothing is found of the blocks stored without."""
