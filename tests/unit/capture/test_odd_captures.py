@@ -74,10 +74,8 @@ def test_requests_that_say_too_little_are_told_of(tmp_path: Path, capsys: pytest
     path = written(tmp_path, lines(FRAME), lines(REQUEST, no_ids, no_ids, no_counts, failed, cut))
     assert check_events([str(path)]) == 0
     ids, counts = capsys.readouterr().out.splitlines()[2:]
-    assert ids.strip() == "2 more do not tell the token ids of their prompts"
-    assert counts.strip().startswith(
-        "1 more do not tell what was reused: has vLLM --enable-prompt-tokens-details, SGLang"
-    )
+    assert ids.strip() == "not judged, for want of the prompt's token ids: 2"
+    assert counts.strip().startswith("not judged, for want of cached_tokens: 1 (vLLM tells them with --enable-prompt-")
 
 
 @pytest.mark.parametrize("salt", ['"\\ud800"', '"\\uDFFFa"', '"\\ud83d\\ude00"'])
