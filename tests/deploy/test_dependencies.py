@@ -67,7 +67,7 @@ def started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def homing(*arguments: str) -> tuple[int, str, str]:
     with started("from router.cli import main; sys.exit(main())", *arguments) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
 
@@ -98,7 +98,7 @@ def test_router_and_timing_model_serve(arguments: tuple[str, ...]) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=200)
     assert " ready " in line, err
     assert process.returncode == 0, err
 
@@ -126,6 +126,6 @@ except MissingExtraError as error:
     print(error)
 """
     with started(program) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "homing[engine]" in out

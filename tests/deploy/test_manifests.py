@@ -24,7 +24,7 @@ Manifest = dict[str, Any]
 def tool(name: str, *arguments: str | Path) -> None:
     """Run a checker of the virtual environment; its complaint is the failure's text."""
     command = [str(Path(sysconfig.get_path("scripts")) / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -122,7 +122,7 @@ def test_every_service_has_a_health_check(compose: Manifest, deploy: Path) -> No
 def test_the_shim_is_started_with_flags_that_it_has(compose: Manifest, deploy: Path) -> None:
     """Every flag that compose or the image passes to `homing shim` is in its help."""
     command = [sys.executable, "-m", "router.cli", "shim", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
     image = re.findall(r"--[\w-]+", (deploy / "docker/shim.Dockerfile").read_text().rpartition("\nCMD")[2])
     given = {part for part in (*compose["services"]["shim-a"]["command"], *image) if part.startswith("--")}
     assert given >= {"--dp-size", "--host"}

@@ -17,7 +17,7 @@ SMALL = ("--ranks", "2", "--rounds", "1", "--sessions", "3", "--turns", "4", "--
 
 def compare(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "loadtest.compare", *SMALL, "--prefill-rate", "20000", *options]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
 
 
 def children() -> set[int]:

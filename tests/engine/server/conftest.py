@@ -19,6 +19,6 @@ def sim() -> Iterator[ShimProcess]:
 @pytest.fixture
 def client(sim: ShimProcess) -> Iterator[httpx.Client]:
     """A client of ``sim``, whose caches are empty."""
-    with httpx.Client(base_url=sim.url, timeout=20) as client:
+    with httpx.Client(base_url=sim.url, timeout=60) as client:
         wait_until(lambda: client.post("/reset_prefix_cache").json() == {"success": True})
         yield client

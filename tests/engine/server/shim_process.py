@@ -37,7 +37,7 @@ class ShimProcess:
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Signal it and wait: exit code and what it wrote to stderr."""
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=20)
+        _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
 
 
@@ -69,7 +69,7 @@ def running_shim(*options: str) -> Iterator[ShimProcess]:
         if process.poll() is None:
             process.terminate()
         try:
-            process.communicate(timeout=15)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

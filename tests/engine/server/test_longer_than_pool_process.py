@@ -32,7 +32,7 @@ def test_answers_from_what_only_the_host_holds() -> None:
 def test_a_small_host_leaves_the_limit_to_the_device() -> None:
     """A prompt up to the stated limit is served, one beyond it refused with that limit, and the rank lives."""
     options = (*SIM, "--pool-tokens", "1024", "--host-pool-tokens", "512")
-    with running_shim(*options) as shim, httpx.Client(base_url=shim.url, timeout=20) as client:
+    with running_shim(*options) as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         assert model_limit(client) == 1025
         for tokens, status in ((1024, 200), (1025, 400), (1024, 200)):
             prompt = [5 + i % 200 for i in range(tokens)]

@@ -73,7 +73,7 @@ def shim() -> Iterator[ShimProcess]:
 
 @pytest.fixture
 def client(shim: ShimProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shim.url, timeout=20) as client:
+    with httpx.Client(base_url=shim.url, timeout=60) as client:
         yield client
 
 
@@ -156,7 +156,7 @@ def test_snapshot_while_busy_is_true_at_its_sequence(client: httpx.Client, shim:
     """Snapshots taken in the midst of work equal the messages up to their number, and none beyond."""
     source = decode_sources(client.get("/kv_event_sources").json())[0]
     snapshots = []
-    with httpx.Client(base_url=shim.url, timeout=20) as other:
+    with httpx.Client(base_url=shim.url, timeout=60) as other:
         for seed in range(8):
             body = {"prompt": [seed * 90 + 300 + i for i in range(80)], "max_tokens": 40, "stream": True}
             body |= {"routed_dp_rank": 0, "ignore_eos": True}
@@ -208,7 +208,7 @@ def test_epoch_names_the_process(client: httpx.Client, listener: Listener) -> No
         batch = decode_batch(frames[2])
         assert (batch.epoch, batch.rank) == (sources["0"]["epoch"], 0)
         assert abs(batch.timestamp - time.time()) < 60
-    with running_shim(*SIM) as second, httpx.Client(base_url=second.url) as other:
+    with running_shim(*SIM) as second, httpx.Client(base_url=second.url, timeout=60) as other:
         assert other.get("/kv_event_sources").json()["0"]["epoch"] != sources["0"]["epoch"]
 
 
@@ -246,7 +246,7 @@ def test_ranks_publish_apart(client: httpx.Client, listener: Listener) -> None:
 
 def test_without_events() -> None:
     """--no-kv-events publishes nothing and says so."""
-    with running_shim(*SIM, "--no-kv-events") as shim, httpx.Client(base_url=shim.url) as client:
+    with running_shim(*SIM, "--no-kv-events") as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         assert "events" not in shim.ready
         assert decode_sources(client.get("/kv_event_sources").json()) == ()
         assert client.get("/kv_snapshot").status_code == 404

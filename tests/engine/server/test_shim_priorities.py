@@ -25,7 +25,7 @@ def shim(request: pytest.FixtureRequest) -> Iterator[tuple[SchedulingPolicy, htt
     """A shim that runs one request at a time, a millisecond a token."""
     with (
         running_shim(*SIM, "--max-running", "1", "--scheduling-policy", request.param) as process,
-        httpx.Client(base_url=process.url, timeout=20) as client,
+        httpx.Client(base_url=process.url, timeout=60) as client,
     ):
         yield request.param, client
 

@@ -19,7 +19,7 @@ from engine_shim.settings import ShimSettings, load_settings
 
 def finished(*options: str) -> tuple[int, str, str]:
     process = spawn(*options)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=200)
     return process.returncode, out, err
 
 
@@ -147,7 +147,7 @@ def test_a_taken_port_is_named(option: str) -> None:
 def test_a_signal_ends_it_cleanly(number: int) -> None:
     """Ctrl-C and SIGTERM: exit code 0, and nothing on stderr but log lines, without any prompt text."""
     with running_shim(*SIM, "--log-level", "debug") as shim:
-        with httpx.Client(base_url=shim.url) as client:
+        with httpx.Client(base_url=shim.url, timeout=60) as client:
             client.post("/v1/completions", json={"prompt": "SECRETWORD", "max_tokens": 2})
             client.post("/v1/completions", json={"prompt": "SECRETWORD", "n": 3})
         code, errors = shim.end(number)
@@ -171,7 +171,7 @@ def is_shut(shim: ShimProcess) -> bool:
 def test_running_answers_finish_within_the_grace() -> None:
     """After SIGTERM a stream that runs goes on to its end, and no new connection is taken."""
     slow = ("--runner", "sim", "--sim-decode-step", "20")
-    with running_shim(*slow) as shim, httpx.Client(base_url=shim.url, timeout=20) as client:
+    with running_shim(*slow) as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         body = {"prompt": "a", "max_tokens": 100, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -188,7 +188,7 @@ def test_running_answers_finish_within_the_grace() -> None:
 def test_answers_are_ended_when_the_grace_is_over() -> None:
     """What runs longer ends with an error frame in the stream or a 503, and the exit code is still 0."""
     slow = ("--runner", "sim", "--sim-decode-step", "20", "--shutdown-seconds", "0.3")
-    with running_shim(*slow) as shim, httpx.Client(base_url=shim.url, timeout=20) as client:
+    with running_shim(*slow) as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         body = {"prompt": "a", "max_tokens": 4000, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -210,7 +210,7 @@ def post_and_leave(shim: ShimProcess, body: dict, *, after_bytes: int) -> None:
         if after_bytes:
             assert connection.recv(after_bytes)
         else:
-            with httpx.Client(base_url=shim.url) as client:
+            with httpx.Client(base_url=shim.url, timeout=60) as client:
                 wait_until(lambda: metric(client, "vllm:num_requests_running", engine="0") == 1)
 
 
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_frees_its_pages(case: str) -> None:
     options = ("--runner", "sim", "--sim-decode-step", "10", "--chunk-tokens", "16", "--sim-prefill-rate", "800")
     prompt = list(range(300, 300 + 1500)) if case == "silent" else [300, 301]
     body = {"prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": case != "whole"}
-    with running_shim(*options) as shim, httpx.Client(base_url=shim.url) as client:
+    with running_shim(*options) as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         post_and_leave(shim, body, after_bytes=100 if case == "streaming" else 0)
         wait_until(lambda: metric(client, "vllm:num_requests_running") == 0)
         assert metric(client, "vllm:kv_cache_usage_perc") == 0
@@ -233,7 +233,7 @@ def test_any_address_is_shown_as_a_star() -> None:
     """With --host 0.0.0.0 the event endpoints are told as vLLM tells them: the host is the reader's to fill in."""
     with running_shim(*SIM, "--host", "0.0.0.0") as shim:
         port = shim.ready["http"].rsplit(":", 1)[1]
-        source = httpx.get(f"http://127.0.0.1:{port}/kv_event_sources").json()["0"]
+        source = httpx.get(f"http://127.0.0.1:{port}/kv_event_sources", timeout=60).json()["0"]
         assert source["endpoint"] == f"tcp://*:{shim.ready['events']}"
         assert source["replay_endpoint"] == f"tcp://*:{shim.ready['replay']}"
 
@@ -243,7 +243,7 @@ def test_needle_over_http() -> None:
     pytest.importorskip("torch")
     stated = "the house key-0017 val-0093 and the river key-0401 val-0007 and more "
     question = stated * 5 + "so key-0017"
-    with running_shim("--threads", "1") as shim, httpx.Client(base_url=shim.url, timeout=30) as client:
+    with running_shim("--threads", "1") as shim, httpx.Client(base_url=shim.url, timeout=60) as client:
         body = {"prompt": question, "max_tokens": 8, "temperature": 0}
         cold = client.post("/v1/completions", json=body).json()
         warm = client.post("/v1/completions", json=body).json()
@@ -262,5 +262,5 @@ def test_sim_answers_need_not_end_by_themselves() -> None:
     options = (*SIM, "--sim-decode-step", "0", "--sim-output-tokens", "0", "--max-context-tokens", "400")
     with running_shim(*options) as shim:
         chat = {"messages": [{"role": "user", "content": "a"}]}
-        answer = httpx.post(f"{shim.url}/v1/chat/completions", json=chat, timeout=20).json()
+        answer = httpx.post(f"{shim.url}/v1/chat/completions", json=chat, timeout=60).json()
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", 400)

@@ -31,7 +31,7 @@ def decode() -> Iterator[ShimProcess]:
 
 def ask(shim: ShimProcess, prompt: object, **fields: object) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": 4, **fields}
-    return httpx.post(shim.url + "/v1/completions", json=body, timeout=20)
+    return httpx.post(shim.url + "/v1/completions", json=body, timeout=60)
 
 
 def both(prefill: ShimProcess, decode: ShimProcess, prompt: object, **fields: object) -> list[httpx.Response]:
@@ -42,16 +42,16 @@ def both(prefill: ShimProcess, decode: ShimProcess, prompt: object, **fields: ob
 
 
 def running(shim: ShimProcess) -> float:
-    with httpx.Client(base_url=shim.url) as client:
+    with httpx.Client(base_url=shim.url, timeout=60) as client:
         return metric(client, "vllm:num_requests_running") + metric(client, "vllm:num_requests_waiting")
 
 
 def test_they_tell_their_roles(prefill: ShimProcess, decode: ShimProcess) -> None:
     """As SGLang does, with the port where prompts are fetched."""
-    told = httpx.get(prefill.url + "/server_info").json()
+    told = httpx.get(prefill.url + "/server_info", timeout=60).json()
     assert told["disaggregation_mode"] == prefill.ready["role"] == "prefill"
     assert told["disaggregation_bootstrap_port"] == int(prefill.ready["bootstrap"])
-    told = httpx.get(decode.url + "/server_info").json()
+    told = httpx.get(decode.url + "/server_info", timeout=60).json()
     assert told["disaggregation_mode"] == "decode"
     assert "disaggregation_bootstrap_port" not in told
 
@@ -92,7 +92,7 @@ def test_vllms_contract(prefill: ShimProcess, decode: ShimProcess) -> None:
 
 
 def _computed(shim: ShimProcess) -> float:
-    with httpx.Client(base_url=shim.url) as client:
+    with httpx.Client(base_url=shim.url, timeout=60) as client:
         return metric(client, "vllm:request_prefill_kv_computed_tokens_sum")
 
 

@@ -193,7 +193,7 @@ async def test_the_picture_is_the_shims_own_through_every_fault() -> None:
         relaying = asyncio.ensure_future(relay.run())
         spec = WorkerSpec(url=shim.url, id="w", kv_events=relay.endpoint, kv_replay=f"tcp://127.0.0.1:{shim.ports[2]}")
         try:
-            async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
                 async with a_router(client, spec) as control:
                     await load(client, shim.url, rng, 60)
                     await control.agrees(shim.url)

@@ -50,7 +50,7 @@ def converse(found: Pairs, name: str, told: Told, *, words: int) -> None:
     for turn in range(TURNS):
         prompt += " " + " ".join(f"t{turn}x{word}" for word in range(words))
         body = {"model": "needle", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
-        answer = found.data.post("/v1/completions", json=body, headers={"x-session-id": name}, timeout=90)
+        answer = found.data.post("/v1/completions", json=body, headers={"x-session-id": name}, timeout=200)
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         with told.lock:

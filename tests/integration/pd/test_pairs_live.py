@@ -19,7 +19,6 @@ from tests.integration.control.test_router_process import Running, homing, route
 
 SHIM = ("shim", "--port", "0", "--kv-events-port", "0", "--replay-port", "0")
 SIM = (*SHIM, "--runner", "sim", "--sim-prefill-rate", "20000", "--sim-decode-step", "2", "--transfer-rate", "200000")
-pytestmark = pytest.mark.timeout(300)  # five processes start for each
 PREFILL = ("--role", "prefill", "--bootstrap-port", "0")
 DECODE = ("--role", "decode")
 
@@ -40,7 +39,7 @@ class Pairs:
         for worker in workers(self.admin):
             for rank in worker["ranks"]:
                 number = rank["rank"].rpartition("/")[2]
-                told = httpx.get(f"{worker['url']}/kv_snapshot?dp_rank={number}", timeout=20).content
+                told = httpx.get(f"{worker['url']}/kv_snapshot?dp_rank={number}", timeout=60).content
                 events = decode_snapshot(told).batch.events
                 held = sum(len(event.hashes) for event in events if isinstance(event, BlockStored) and not event.group)
                 if rank["resident_blocks"] != held:
@@ -101,7 +100,7 @@ def test_needles_pass_from_one_engine_to_another(handover: str) -> None:
             assert answer.headers["x-homing-worker"] == found.decode[0].words["http"]
         computed = "vllm:request_prefill_kv_computed_tokens_sum"
         by_role = [
-            _sum(httpx.get(f"http://{one.words['http']}/metrics").text, computed, {})
+            _sum(httpx.get(f"http://{one.words['http']}/metrics", timeout=60).text, computed, {})
             for one in (found.prefill[0], found.decode[0])
         ]
         assert by_role[0] > 6 * 600
