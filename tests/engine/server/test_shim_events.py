@@ -158,7 +158,7 @@ def test_snapshot_while_busy_is_true_at_its_sequence(client: httpx.Client, shim:
     snapshots = []
     with httpx.Client(base_url=shim.url, timeout=60) as other:
         for seed in range(8):
-            body = {"prompt": [seed * 90 + 300 + i for i in range(80)], "max_tokens": 40, "stream": True}
+            body = {"prompt": [seed * 90 + 300 + i for i in range(80)], "max_tokens": 120, "stream": True}
             body |= {"routed_dp_rank": 0, "ignore_eos": True}
             with other.stream("POST", "/v1/completions", json=body) as answer:
                 for count, line in enumerate(answer.iter_lines()):
