@@ -11,10 +11,12 @@ import importlib
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from parity_rank import ParityRank
@@ -87,7 +89,10 @@ class RealModel:
 
 def from_gguf(path: Path) -> PreTrainedModel:
     """As transformers reads it, de-quantised and in float32."""
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        # It opens the file several times over, and every time a vocabulary of 50,000 words is read one by one.
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     config = model.config
     del config.quantization_config
     plain = type(model)(config)
