@@ -22,7 +22,9 @@ _VECTORS = 256
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = (x.unsqueeze(-2) * weight).sum(-1)
+    """A product for each row, all of one shape: as exact as sums written out, and quicker."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
 
