@@ -29,6 +29,8 @@ _PIECE_BYTES = 80
 _NODE_BYTES = 1024
 #: Namespaces (block size and salt) of which a node keeps keys.
 _MAX_CHAINS = 4
+#: Python keeps a text as wide as its widest character: so many of ASCII get a node without others.
+_NARROW_CHARS = 512
 #: A leaf's last characters, up to so many, are overwritten by a turn that goes on otherwise.
 _LOOSE_CHARS = 256
 
@@ -193,18 +195,19 @@ class TokenCache:
         return node
 
     def _append(self, path: list[_Node], pieces: Sequence[tuple[str, array[int]]]) -> None:
-        """Put pieces behind the last node: into it where nothing else follows it, else as a child of it."""
+        """Put pieces behind the last node: into it where nothing else follows and they suit it, else as its child."""
         self._changes += 1
         node = path[-1]
-        if node is self._root or node.children:
-            child = _Node(node, node.end_tokens(), name=hash(pieces[0][0]))
-            if child.name in node.children:  # two texts of one hash: the first stays
-                return
-            node.children[child.name] = child
-            path.append(child)
-            node = child
         text, node.text = node.text, ""  # Python copies no text that only one name has when it is added to
         for piece, ids in pieces:
+            if node is self._root or node.children or _widens(text, piece):
+                node.text, text = text, ""
+                child = _Node(node, node.end_tokens(), name=hash(piece))
+                if child.name in node.children:  # two texts of one hash: the first stays
+                    return
+                node.children[child.name] = child
+                path.append(child)
+                node = child
             text += piece
             node.ends.append(len(text))
             node.tokens.extend(ids)
@@ -245,6 +248,12 @@ def _head(node: _Node, count: int) -> _Node:
         keys=OrderedDict((chain, keys[: _blocks_in(node, chain, end)]) for chain, keys in node.keys.items()),
         name=node.name,
     )
+
+
+def _widens(text: str, piece: str) -> bool:
+    """Together they would take much more memory than apart."""
+    is_narrow = text.isascii()
+    return is_narrow is not piece.isascii() and len(text if is_narrow else piece) >= _NARROW_CHARS
 
 
 def _is_in_tree(node: _Node) -> bool:

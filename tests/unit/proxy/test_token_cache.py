@@ -238,6 +238,19 @@ def test_what_is_used_outlives_what_is_not() -> None:
         assert len(cache) <= 40_000
 
 
+def test_a_wide_character_widens_no_conversation() -> None:
+    """An answer with an emoji, which takes four bytes a character, leaves the rest of a long talk at one."""
+    tokenizer, cutter = tokenizer_of("needle"), cutter_of("needle")
+    sizes = []
+    for mark in ("", "\U0001f680"):
+        cache, text = TokenCache(cutter, max_bytes=1 << 22), ""
+        for turn in range(30):
+            text += f"<|im_start|>user\n{filler(150, seed=turn)}{mark if turn == 9 else ''}<|im_end|>\n"
+            remembered(cache, cutter, tokenizer, text + "<|im_start|>")
+        sizes.append(len(cache))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
 def count_chars(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     counted = [0]
     plain = PromptTokenizer.ids
