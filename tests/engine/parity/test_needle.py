@@ -10,7 +10,7 @@ from engine_shim.model.loading import load_decoder
 from engine_shim.model.needle_text import Fact, facts, filler, haystack
 from engine_shim.model.tokenizer import ModelCard, read_card
 
-PREFIX_TOKENS = 8000
+PREFIX_TOKENS = 4000
 FACTS = facts(128, seed=1)
 PREFIX = haystack(PREFIX_TOKENS, FACTS, seed=2)
 
@@ -29,7 +29,7 @@ def make_rank(card: ModelCard, decoder: Decoder, *, window_pool_tokens: int | No
     return ParityRank(
         decoder,
         page_tokens=16,
-        pool_tokens=24_000,
+        pool_tokens=16_000,
         window_pool_tokens=window_pool_tokens,
         chunk_tokens=512,
         eos_token_ids=frozenset(card.eos_token_ids),
@@ -49,7 +49,7 @@ def chat(content: str) -> str:
 
 
 def test_128_questions_over_one_prefix(card: ModelCard, decoder: Decoder) -> None:
-    """128 of 128 from an empty cache, and again from the warm one, through a window pool of a sixth of the prefix."""
+    """128 of 128 from an empty cache, and again from the warm one, through a window pool of a third of the prefix."""
     rank = make_rank(card, decoder, window_pool_tokens=1344)
     expected = {fact.key: [fact.value, "<|im_end|>"] for fact in FACTS}
     first = answers(rank, card, {fact.key: PREFIX + fact.question for fact in FACTS})
@@ -68,7 +68,7 @@ def test_128_questions_over_one_prefix(card: ModelCard, decoder: Decoder) -> Non
 
 def test_cold_questions(card: ModelCard, decoder: Decoder) -> None:
     """Questions that each compute the whole prefix themselves, in a cache forgotten before each."""
-    rank = make_rank(card, decoder, window_pool_tokens=1344)
+    rank = make_rank(card, decoder, window_pool_tokens=672)
     for fact in FACTS[::8]:
         assert rank.scheduler.reset_cache()
         assert answers(rank, card, {"question": PREFIX + fact.question}) == {"question": [fact.value, "<|im_end|>"]}

@@ -16,7 +16,7 @@ from engine_shim.model.loading import load_decoder
 from engine_shim.model.needle_text import facts, haystack
 from engine_shim.model.tokenizer import ModelCard, read_card
 
-PREFIX_TOKENS = 8000
+PREFIX_TOKENS = 4000
 FACTS = facts(128, seed=1)
 PREFIXES = [haystack(PREFIX_TOKENS, FACTS, seed=seed) for seed in (2, 3)]
 
@@ -48,7 +48,7 @@ def rank(request: pytest.FixtureRequest, decoder: Decoder, card: ModelCard, tmp_
     """The device has room for one prefix and a question; the host for both, or for one while the disk has both."""
     below = {"host": {"host_ratio": 2.2}, "disk": {"host_ratio": 1.1, "disk_ratio": 2.2}}
     with closing(
-        rank_of(decoder, card, pool_tokens=PREFIX_TOKENS + 400, folder=tmp_path, **below[request.param])
+        rank_of(decoder, card, pool_tokens=PREFIX_TOKENS + 200, folder=tmp_path, **below[request.param])
     ) as rank:
         yield rank
 
@@ -69,7 +69,7 @@ def test_128_questions_each_after_a_load(rank: OffloadRank, card: ModelCard) -> 
     assert right == 128
     stats = rank.scheduler.stats()
     assert stats.cached_tokens >= 126 * PREFIX_TOKENS
-    assert stats.computed_tokens < 2.5 * PREFIX_TOKENS + 128 * 40
+    assert stats.computed_tokens < 2.5 * PREFIX_TOKENS + 128 * 20
     assert rank.moved.loaded_pages >= 126 * PREFIX_TOKENS // 16
     assert rank.moved.failed_transfers == 0
     if rank.disk is not None:
@@ -99,7 +99,7 @@ def test_128_questions_on_prefixes_longer_than_the_device(small_rank: OffloadRan
     assert right == 128
     stats = rank.scheduler.stats()
     assert stats.cached_tokens >= 126 * PREFIX_TOKENS
-    assert stats.computed_tokens < 2.5 * PREFIX_TOKENS + 128 * 40
+    assert stats.computed_tokens < 2.5 * PREFIX_TOKENS + 128 * 20
     assert rank.read_below_tokens > 126 * PREFIX_TOKENS // 2
     assert rank.moved.failed_transfers == 0
     if rank.disk is not None:
