@@ -2,6 +2,7 @@
 
 The same sources, compiled; it takes a C compiler with Python's headers, and a minute or two. Where something is missing
 the install goes on in pure Python and says so. ``HOMING_COMPILE=1`` fails there, ``HOMING_COMPILE=0`` compiles nothing.
+``MYPYC_OPT_LEVEL``, as mypyc's own command reads it, is how much the C compiler optimises: 2, or 0 to be soon done.
 An editable install runs the sources as they are edited. Everything else is in pyproject.toml.
 """
 
@@ -45,7 +46,11 @@ MYPY_OPTIONS = (
 #: Commands of setuptools that make what is installed. The others ask for names and versions, or for links to sources.
 BUILDING = frozenset({"bdist_wheel", "build", "build_ext", "install"})
 
+#: gcc looks for every line anew from the start of the file to see how it is indented, and mypyc writes 400,000 of them.
+QUICK = "-Wno-misleading-indentation"
+
 ASKED = os.environ.get("HOMING_COMPILE", "")
+OPTIMISED = os.environ.get("MYPYC_OPT_LEVEL", "2")
 
 
 class BuildModules(build_ext):
@@ -81,9 +86,13 @@ def modules() -> list[Extension]:
 
     paths = [f"{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
     try:
-        return mypycify([*MYPY_OPTIONS, *paths], opt_level="2", debug_level="0")
+        made = mypycify([*MYPY_OPTIONS, *paths], opt_level=OPTIMISED, debug_level="0")
     except SystemExit:
         return stay_pure("mypyc does not take the sources")
+    if os.name == "posix":
+        for extension in made:
+            extension.extra_compile_args.append(QUICK)
+    return made
 
 
 def has_c_compiler() -> bool:
