@@ -100,7 +100,8 @@ class SessionTable:
             return None
         name = key.agent.removeprefix(CHILD) if key.agent.startswith(CHILD) else key.session
         called = (model, SessionKey(key.tenant, name))
-        _, parent = called if called in self._bindings else self._parents.get(called, called)
+        known = [parent for parent in (called, self._parents.get(called, called)) if self._bound(parent) is not None]
+        _, parent = max(known, key=lambda parent: self._bindings[parent].used_at, default=called)
         return self.home(model, parent, now=now)
 
     def is_beginning(self, model: str, key: SessionKey) -> bool:

@@ -134,6 +134,22 @@ def test_a_subagents_subagent_knows_its_home() -> None:
     assert not table._parents
 
 
+def test_of_two_parents_of_one_name_the_one_used_last_counts() -> None:
+    """A request that left its parent's name out makes another conversation of it, and that may be over, or its rank."""
+    table = SessionTable(max_sessions=10, idle_seconds=60)
+    child, alone = SessionKey(PARENT.tenant, "c", f"child of {PARENT.session}"), SessionKey(PARENT.tenant, "c")
+    grandchild = SessionKey(PARENT.tenant, "g", "child of c")
+    for key, slot, now in ((alone, 1, 0), (child, 2, 1)):
+        table.finish("m", key, table.start("m", key, slot=slot, now=now), now=now)
+    assert table.parent_home("m", grandchild, now=2) == 2
+    table.finish("m", alone, table.start("m", alone, slot=1, now=3), now=3)
+    assert table.parent_home("m", grandchild, now=4) == 1
+    table.forget_slot(1)
+    assert table.parent_home("m", grandchild, now=4) == 2
+    table.forget_slot(2)
+    assert table.parent_home("m", grandchild, now=4) is None
+
+
 def test_a_session_comes_back_once_it_has_been_answered() -> None:
     """Here or at another router, as is told when it asks here; not when it asks twice at once, or is tried again."""
     table = SessionTable(max_sessions=10, idle_seconds=60)
