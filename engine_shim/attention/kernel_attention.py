@@ -20,7 +20,7 @@ _NO_WINDOW = 2**31 - 1
 _LEAST_ROWS = 16
 _MOST_SPLITS = 64
 #: Without a GPU (the interpreter): enough that contexts are split.
-_INTERPRETED_PROGRAMS = 16
+_INTERPRETED_PROGRAMS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,8 +184,8 @@ def test_half_precision() -> None:
 
 
 def test_a_long_context_is_split() -> None:
-    """A decode over 3,000 keys goes to 8 programs, of which some tiles are cut at their ends, and is one softmax."""
-    assert splits_for(2, programs=kernel_attention._programs(CPU)) == 8
+    """A decode over 3,000 keys goes to 4 programs, of which some tiles are cut at their ends, and is one softmax."""
+    assert splits_for(2, programs=kernel_attention._programs(CPU)) == 4
     assert_equal(make_case([(3001, 1)], Shape(page_tokens=16, window_tokens=1000)), None)
 
 
