@@ -30,6 +30,9 @@ def named(name: str, **data: object) -> bytes:
         ((DELTA, event({"object": "error", "message": "m", "code": 500}), DONE), "server_error"),
         ((DELTA, event({"error": "out of memory"})[:-2]), "server_error"),
         ((named("message_start"), named("error", error={"type": "api_error", "message": "m"})), "server_error"),
+        ((named("error", error={"type": "invalid_request_error", "message": "m"}),), "client_error"),
+        ((named("message_start"), named("error", error={"type": "overloaded_error", "message": "m"})), "pushback"),
+        ((DELTA, event({"error": {"message": "m", "type": ["invalid_request_error"]}}), DONE), "server_error"),
         ((named("response.created", response={"error": None}), named("error", message="m")), "server_error"),
         (
             (
