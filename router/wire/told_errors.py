@@ -13,7 +13,6 @@ import msgspec
 
 from router.wire import sse
 
-
 #: What Anthropic's API has for statuses. Where an error has neither, the worker is at fault.
 _STATUSES: Final = {
     "invalid_request_error": 400,
