@@ -235,7 +235,7 @@ TABLE = (
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.case)
 async def test_failure_table(row: Row) -> None:
     """One request: what the client sees, and when it is over all attempts, connections and counts."""
-    seconds = 0.2 if "timeout" in row.attempts else 30.0  # of silence
+    seconds = 0.4 if "timeout" in row.attempts else 30.0  # of silence
     async with AsyncExitStack() as stack, asyncio.timeout(20):
         workers = [await stack.enter_async_context(FaultWorker([script or OK])) for script in row.workers]
         for worker, script in zip(workers, row.workers, strict=True):

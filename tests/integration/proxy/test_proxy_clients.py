@@ -52,7 +52,7 @@ async def test_client_that_never_reads_again_is_given_up() -> None:
     """After the idle time the connection is closed on both sides."""
     piece = b"data: " + b"x" * 65_000 + b"\n\n"
     script = (stream_head(), *(chunk(piece) for _ in range(400)), chunk(b""))
-    settings = UpstreamSettings(idle_seconds=0.3)
+    settings = UpstreamSettings(idle_seconds=1.0)
     async with FaultWorker([script]) as worker, rig(target(worker.port), upstream=settings) as it:
         client = await it.connect()
         await client.send(STREAM)

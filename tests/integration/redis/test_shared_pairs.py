@@ -5,6 +5,7 @@ and where they are answered.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
@@ -124,19 +125,20 @@ async def pairs() -> AsyncIterator[Cluster]:
 
 
 async def test_processes_agree_on_both_ranks(pairs: Cluster) -> None:
-    """Real routers and shims: long turns, each at the other router, all computed by one rank and answered by one."""
+    """Real routers and shims: long turns, each at the other router, all computed by one rank and answered by one. Some
+    few may be computed by the latter, as long as a machine that kept the former from its work makes it look slow.
+    """
+    reasons: Counter[str] = Counter()
     for number in range(4):
         session, prompt = f"s{number}", f"{number} " + " ".join(f"key-{word:04d}" for word in range(1_000))
-        seen = []
-        answer = None
-        for turn in range(4):
-            router = pairs.routers[turn % 2]
-            asking = (
-                pairs.ask_again(router, prompt, session, after=answer) if answer else pairs.ask(router, prompt, session)
-            )
-            answer = await asking
-            seen.append((rank(answer), answer.headers.get("x-homing-prefill-rank")))
-            assert answer.headers["x-homing-reason"] == ("home" if turn else "cold")
+        answer = await pairs.ask(pairs.routers[0], prompt, session)
+        answered_by, computed_by = rank(answer), answer.headers["x-homing-prefill-rank"]
+        for turn in range(1, 4):
             prompt += " " + " ".join(f"val-{word:04d}" for word in range(700 * turn, 700 * turn + 700))
-        assert len(set(seen)) == 1, seen
-        assert seen[0][1] is not None
+            answer = await pairs.ask_again(pairs.routers[turn % 2], prompt, session, after=answer)
+            reason = answer.headers["x-homing-reason"]
+            reasons[reason] += 1
+            assert rank(answer) == answered_by
+            assert answer.headers.get("x-homing-prefill-rank") == (None if reason == "bypass" else computed_by)
+    assert reasons.keys() <= {"home", "bypass"}
+    assert reasons["home"] >= 6, reasons
