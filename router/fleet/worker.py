@@ -32,6 +32,8 @@ class Worker:
     awaits: frozenset[str] | None = None
     #: Its task, while the registry runs.
     life: asyncio.Task[None] | None = None
+    #: ``end`` has been called. Its task cannot tell: each time-out within it looks like an end for a turn of the loop.
+    is_ending: bool = False
     failed_probes: int = 0
     doubted: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[EventStream] = field(default_factory=list)
@@ -42,13 +44,9 @@ class Worker:
         """Its id in metrics, headers and the admin API."""
         return self.spec.name
 
-    @property
-    def is_ending(self) -> bool:
-        """``end`` has been called."""
-        return self.life is not None and self.life.cancelling() > 0
-
     async def end(self) -> None:
         """Stop its task, and wait until that has cleared up."""
+        self.is_ending = True
         if self.life is not None:
             self.life.cancel()
             await asyncio.wait([self.life])

@@ -11,6 +11,7 @@ import pytest
 from router.core.types import RankStatus
 from router.core.ways import can_serve
 from router.errors import NotFound
+from router.fleet.worker import Worker
 from router.settings import WorkerSpec
 from tests.fakes.control_worker import ControlWorker, as_json
 from tests.fakes.registry_rig import Control, until
@@ -148,6 +149,27 @@ async def test_a_change_that_is_taken_back(control: Control) -> None:
         assert list(control.registry.workers()) == [before]
         assert before.awaits is None
         assert not control.registry.outgoing()
+
+
+async def test_a_time_that_is_over_within_a_workers_task_is_not_its_end() -> None:
+    """Such a time is over by a cancellation of the task, which is taken back a turn of the loop later."""
+    worker = Worker(WorkerSpec(url="http://worker:1"))
+
+    async def live() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    worker.life = asyncio.create_task(live())
+    seen = []
+    for _ in range(5):
+        await asyncio.sleep(0)
+        seen.append((worker.life.cancelling() > 0, worker.is_ending))
+    assert (True, False) in seen
+    assert (True, True) not in seen
+    await worker.end()
+    assert worker.is_ending
 
 
 async def test_who_need_not_be_waited_for(control: Control) -> None:
