@@ -94,8 +94,7 @@ class RedisState:
     @property
     def is_up(self) -> bool:
         """This process's own news came back from Redis within the lease; Redis answers, and takes what it is told."""
-        is_heard = self._clock() - self._echo_at <= self._settings.lease_seconds
-        return is_heard and self._can_answer and not self._refused
+        return self._can_answer and not self._refused and self._clock() - self._echo_at <= self._settings.lease_seconds
 
     # --- asked by requests ------------------------------------------------------------------------------
 
