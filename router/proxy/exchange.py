@@ -39,6 +39,7 @@ class Exchange:
         "endpoint",
         "id_line",
         "is_held_open",
+        "is_left",
         "is_over",
         "on_finish",
         "priority",
@@ -77,6 +78,8 @@ class Exchange:
         self.on_finish: Callable[[], None] | None = None
         #: Comments have been sent: a stream is open, and what follows can only be events.
         self.is_held_open = False
+        #: The client has gone, and has not been told all.
+        self.is_left = False
         #: It has been counted, and whatever goes wrong after that is none of its.
         self.is_over = False
         #: What has it now, and hears of its end.
@@ -109,7 +112,7 @@ class Exchange:
         """The client has gone, or the router goes."""
         outcome = Outcome.SHUTDOWN
         if self.client.gone:
-            self.status = _CLIENT_CLOSED_REQUEST
+            self.is_left = True
             outcome = Outcome.CLIENT_GONE
         self._give_up(NoWorker("The router is shutting down.", code="shutting_down"), outcome)
 
@@ -176,14 +179,15 @@ class Exchange:
         self.is_over = True
         instruments, client = self._instruments, self.client
         instruments.inflight -= 1
-        instruments.request(self._path, self.status, seconds=client.clock() - self.started_seconds)
+        status = _CLIENT_CLOSED_REQUEST if self.is_left else self.status
+        instruments.request(self._path, status, seconds=client.clock() - self.started_seconds)
         self.stage = None
         if self._deadline is not None:
             self._deadline.cancel()
         if self._ticking is not None:
             self.stop_comments()
         if self.trace is not None:
-            self.trace.end(self.status)
+            self.trace.end(status)
         if self.on_finish is not None:
             self.on_finish()
         client.finished()

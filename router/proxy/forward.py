@@ -376,14 +376,14 @@ class Forwarding:
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
-        told = relay.error if relay is not None and relay.is_stream else None  # as clients leave who are told one
-        self._close_attempt(outcome if told is None else outcome_of(told.status))
+        if relay is not None and relay.has_said_all:  # clients leave then, without waiting for the body's end
+            outcome, exchange.is_left = outcome_of(exchange.status, told=relay.error), False
+        self._close_attempt(outcome)
         if relay is None:
-            exchange.fail(error)
-        else:
-            if not exchange.client.gone:
-                self._break_off(relay, error)
-            exchange.finish()
+            return exchange.fail(error)
+        if not exchange.client.gone:
+            self._break_off(relay, error)
+        return exchange.finish()
 
     # --- what goes wrong ------------------------------------------------------------------------
 

@@ -65,6 +65,11 @@ class Relay:
         """That the worker has told, be it in an answer whose head was good."""
         return self._tap.error
 
+    @property
+    def has_said_all(self) -> bool:
+        """What is still to come of the stream nobody waits for: it has ended but for its body, or told an error."""
+        return self.is_stream and (self.error is not None or self.is_done)
+
     def end_with(self, error: RequestError) -> None:
         """The stream ends here, with an error as its last event. An event cut short is not passed on."""
         separator = b"\n\n" if isinstance(self._tap, StreamTap) and self._tap.midway else b""

@@ -26,6 +26,32 @@ async def test_client_leaves_while_its_prompt_is_prepared() -> None:
         assert not worker.requests
 
 
+@pytest.mark.parametrize(
+    ("last", "outcome", "status"),
+    [
+        (b"data: [DONE]\n\n", "ok", "200"),
+        (b'event: message_stop\ndata: {"type": "message_stop"}\n\n', "ok", "200"),
+        (b'data: {"error": {"message": "m"}}\n\n', "server_error", "200"),
+        (b"data: {}\n\n", "client_gone", "499"),
+    ],
+)
+async def test_client_leaves_with_the_last_event(last: bytes, outcome: str, status: str) -> None:
+    """As the official ones do, which do not wait for the end of a body in which all has been said."""
+    script: Script = (stream_head(), chunk(b"data: {}\n\n"), 0.01, chunk(last), asyncio.Event())
+    async with FaultWorker([script]) as worker, rig(target(worker.port)) as it:
+        client = await it.connect()
+        await client.send(STREAM)
+        await client.head()
+        said = b""
+        while not said.endswith(b"data: {}\n\n" + last):
+            said += await client.piece() or b""
+        await client.close()
+        await it.until_quiet()
+        assert it.brain.outcomes == [outcome]
+        assert it.count("homing_requests_total", endpoint="chat_completions", status=status) == 1
+        await worker.until(open_connections=0)
+
+
 async def test_client_that_reads_nothing_stalls_its_worker() -> None:
     """64 MB for a client that does not read: less than 1 MB is held, the rest waits in the worker."""
     piece = b"data: " + b"x" * 65_000 + b"\n\n"

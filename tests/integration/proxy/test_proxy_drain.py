@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.fakes.fault_worker import OK, FaultWorker, Move, Script, chunk, stream_head
-from tests.fakes.proxy_rig import ASK, CHAT, DELTA, STREAM, raw, rig, target, until
+from tests.fakes.proxy_rig import ASK, DELTA, STREAM, raw, rig, target, until
 
 
 async def test_drain_lets_streams_end() -> None:
@@ -141,7 +141,7 @@ async def test_drain_ends_what_takes_too_long() -> None:
         answer_ = await whole.answer()
         assert (answer_.status, answer_.error["code"]) == (503, "shutting_down")
         assert it.plane.open_connections == (0, 0)
-        assert it.count("homing_requests_total", path=CHAT, status="499") == 0
+        assert it.count("homing_requests_total", endpoint="chat_completions", status="499") == 0
         assert it.brain.outcomes == ["shutdown", "shutdown"]
         await stream.close()
         await whole.close()
