@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from router.core.usable import Geometry, retention_of
+from router.fleet.asking import read_number
 
 #: Of the settings that vLLM has among its metrics.
 _SETTING = r'vllm:cache_config_info\{{[^}}]*\b{}="(\w+)"'
@@ -94,8 +95,7 @@ def retention_tokens_of(settings: Mapping[str, Any], metrics: Sequence[str]) -> 
 
 
 def _metric(metrics: Sequence[str], name: str) -> int | None:
-    found = _label(metrics, name)
-    return int(found) if found is not None and found.isdecimal() else None
+    return read_number(_label(metrics, name))
 
 
 def _label(metrics: Sequence[str], name: str) -> str | None:
@@ -141,9 +141,8 @@ def mapping(value: object) -> Mapping[str, Any]:
 
 
 def first_number(settings: Mapping[str, Any], *names: str) -> int | None:
-    """The first that is a positive integer of what stands under these names."""
-    for name in names:
-        found = settings.get(name)
-        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-            return found
-    return None
+    """The first that is a positive integer, and no larger than the router takes of a worker, of what stands under these
+    names.
+    """
+    told = (settings.get(name) for name in names)
+    return next(filter(None, (read_number(found) for found in told if isinstance(found, int))), None)

@@ -184,3 +184,17 @@ def test_seats_are_a_number(tmp_path: Path) -> None:
     note = {"kind": "note", "t": 0.0, "info": {"states": [{"effective_max_running_requests_per_dp": True}]}}
     path = written(tmp_path, lines(FRAME), lines(note, {"kind": "note", "geometry": {"max_running_requests": 7}}))
     assert read_capture(path, tmp_path / "c.requests.jsonl").max_running_requests == 7
+
+
+@pytest.mark.parametrize("name", ["block_size", "pool_tokens", "num_gpu_blocks", "max_running_requests"])
+@pytest.mark.parametrize("size", [10**12, 10**30])
+@pytest.mark.parametrize("as_metric", [False, True])
+def test_a_size_that_no_engine_has_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, size: int, *, as_metric: bool
+) -> None:
+    """As where the router asks a worker. Nothing has been stored yet that tells a size."""
+    metrics = {"kind": "metrics", "t": 0.0, "text": f'vllm:cache_config_info{{{name}="{size}"}} 1.0'}
+    note = {"kind": "note", "t": 0.0, "geometry": {name: size}}
+    first = REQUEST | {"sent_t": 0.5, "finish_t": 0.7, "response": {"usage": {"prompt_tokens_details": None}}}
+    path = written(tmp_path, lines(FRAME), lines(metrics if as_metric else note, first, REQUEST))
+    assert judged(path, capsys) == (2, 2)
