@@ -274,7 +274,8 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0.0 < seconds < 1e9:
-        raise BadRequest("x-request-timeout must be a positive number of seconds.", param="x-request-timeout")
+        told = "x-request-timeout must be a number of seconds, more than 0 and less than 1e9."
+        raise BadRequest(told, param="x-request-timeout")
     return seconds
 
 

@@ -195,8 +195,8 @@ class Models:
         base = max((base for base in names if self._is_sglang(self._aliases.get(base, base))), key=len, default=None)
         if base is None:
             return None
-        model, adapter = self._aliases.get(base, base), name[len(base) + 1 :].strip()
-        return Named(model, adapter, f"{model}:{adapter}" if adapter else model)
+        model, adapter = self._aliases.get(base, base), name[len(base) + 1 :]
+        return Named(model, adapter.strip(), f"{model}:{adapter}")
 
     # --- keys -----------------------------------------------------------------------------------------
 
