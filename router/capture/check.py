@@ -263,12 +263,12 @@ def _served(capture: Capture) -> frozenset[str]:
     names = {request.model for request in capture.requests or ()} or {""}
     if capture.engine is not Engine.SGLANG:
         return frozenset(names)
-    adapters = tuple(f":{adapter}" for adapter in capture.adapters)
-    served = set()
-    for name in names:
-        base = next((name.removesuffix(each) for each in adapters if name.endswith(each)), name.partition(":")[0])
-        served.add(base if base in names or name.endswith(adapters) else name)
-    return frozenset(served)
+
+    def served(name: str) -> str:
+        base, adapter = name.rpartition(":")[::2]
+        return base if base and (base in names or adapter in capture.adapters) else name
+
+    return frozenset(map(served, names))
 
 
 def _groups(frames: Sequence[Frame]) -> Sequence[Group]:

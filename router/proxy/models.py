@@ -66,11 +66,11 @@ class Models:
         self._aliases: dict[str, str] = {}
         self._adapters: set[str] = set()
         self._census: Callable[[], Census] = lambda: Census(0, 0)
-        #: By model, as of one version of the fleet's view.
+        #: By model, as of one version of the fleet's view (``_renew``).
         self._contexts: dict[str, list[int]] = {}
         self._most_tokens: dict[str, int] = {}
         self._are_sglang: dict[str, bool] = {}
-        self._contexts_version = -1
+        self._renewed_version = -1
 
     def set_tokenizer(self, model: str, tokenizer: PromptTokenizer) -> None:
         """Key this model's prompts by tokens from now on."""
@@ -171,8 +171,8 @@ class Models:
     def _renew(self) -> None:
         """Forget what was found of another view of the fleet."""
         version = self._fleet.view.version
-        if version != self._contexts_version:
-            self._contexts, self._most_tokens, self._are_sglang, self._contexts_version = {}, {}, {}, version
+        if version != self._renewed_version:
+            self._contexts, self._most_tokens, self._are_sglang, self._renewed_version = {}, {}, {}, version
 
     def _names(self) -> list[str]:
         models = self.models()

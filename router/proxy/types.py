@@ -54,7 +54,7 @@ class HoldEnd(StrEnum):
     REFUSED = "refused"  # as many waited as may
 
 
-#: Ends of attempts of which nothing was computed.
+#: Ends of attempts of which nothing was computed, unless the answer had begun.
 COMPUTED_NOTHING: Final = frozenset({Outcome.CLIENT_ERROR, Outcome.PUSHBACK, Outcome.CONNECT, Outcome.NO_SOCKET})
 
 
